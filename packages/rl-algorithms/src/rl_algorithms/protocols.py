@@ -1,0 +1,101 @@
+"""What the loops need from the machinery. Applications bind real engines and policies to these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rl_gym_bridge.trajectory import RolloutFailure, Trajectory
+
+from .metrics import Metric
+
+
+class LogitsView(Protocol):
+    """A loss's only access to the model's output: never the logits themselves, never a shard.
+
+    Every tensor is ``[B, S]`` float32, differentiable, for the micro-batch being trained; entry
+    ``[b, i]`` belongs to token ``i`` of row ``b`` and column 0 is 0. Padding entries are finite.
+    """
+
+    def logprobs(self) -> torch.Tensor:
+        """Log-probability of each token given its prefix, under the sampling temperature."""
+        ...
+
+    def entropy(self) -> torch.Tensor:
+        """Entropy, in nats, of the distribution that each token was drawn from."""
+        ...
+
+
+class Batch(Protocol):
+    """What a policy needs to know of a batch; :class:`rl_algorithms.batching.TrainBatch` is one."""
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """``[B, S]`` int64, right-padded."""
+        ...
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """``[B]`` int64, real tokens per row."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, cut to their longest; the global denominators stay those of the whole batch."""
+        ...
+
+
+class LossFunction(Protocol):
+    """``loss_fn(logits, batch) -> (loss, metrics)``.
+
+    The loss of a micro-batch is its *share of the global loss*: sums over the micro-batch divided
+    by the global denominators that the batch carries. Adding the shares gives the loss, so nobody
+    averages over micro-batches or ranks.
+    """
+
+    def __call__(self, logits: LogitsView, batch: Any) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
+
+
+class PolicyTrainer(Protocol):
+    """The policy side of a loop."""
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """``[B, S]`` float32 log-probabilities under the current weights; column 0 is 0."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """As :meth:`logprobs`, under the frozen reference weights."""
+        ...
+
+    def train(self, batch: Batch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
+        """One optimizer update over the whole batch; metrics with ``loss`` and ``grad_norm``."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and random state into an existing, empty directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        ...
+
+
+class RolloutSource(Protocol):
+    """Rows in, rollouts out: an environment and an engine bound together."""
+
+    def rollouts(
+        self, rows: Sequence[Any], *, group_size: int, step: int, greedy: bool = False
+    ) -> list[Trajectory | RolloutFailure]:
+        """``group_size`` rollouts of each row, rows in order and each group contiguous.
+
+        ``step`` seeds the sampling, so that a step repeated after a resume samples the same tokens.
+        """
+        ...
+
+
+class MetricsLogger(Protocol):
+    """Takes one step's metrics. The step index is the caller's, never a counter of the logger."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
