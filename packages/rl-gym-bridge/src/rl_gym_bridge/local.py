@@ -1,0 +1,159 @@
+"""Rollouts of in-process environments: every model call of a batch goes to the engine at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from .chat import ChatModel, ChatModelError, ChatReply, ChatRequest, PromptRejected
+from .dataset import GymRow
+from .environment import (
+    EnvironmentDefinitionError,
+    LocalEnvironment,
+    RolloutResponse,
+    Tool,
+    ToolError,
+    Verdict,
+)
+from .episode import Episode
+from .identity import group_name, rollout_name, sampling_seed
+from .trajectory import FailureKind, RolloutFailure, Trajectory
+
+__all__ = [
+    "EnvironmentDefinitionError",
+    "LocalEnvironment",
+    "RolloutResponse",
+    "Tool",
+    "ToolError",
+    "Verdict",
+    "run_local_rollouts",
+]
+
+
+def run_local_rollouts(
+    rows: Sequence[GymRow],
+    environments: Mapping[str, LocalEnvironment],
+    model: ChatModel,
+    *,
+    group_size: int,
+    step: int,
+    seed: int,
+    max_new_tokens: int,
+    greedy: bool = False,
+    group_prefix: str = "train",
+    on_model_error: Literal["raise", "record"] = "raise",
+) -> list[Trajectory | RolloutFailure]:
+    """``group_size`` rollouts of each row; rows in order, each group contiguous.
+
+    All rollouts that are not finished take their next turn together, in one ``model.chat`` call.
+    Always ``len(rows) * group_size`` outcomes: what fails is a :class:`RolloutFailure` in its place.
+
+    Args:
+        rows: the tasks; one may appear several times.
+        environments: by the name that rows give in ``agent_ref.name``.
+        model: what to sample from.
+        group_size: rollouts per row, ≥ 1.
+        step: with ``seed`` it determines the sampling seeds, and with ``group_prefix`` the ids.
+        seed: of the run.
+        max_new_tokens: sampled tokens per *turn* at most, ≥ 1.
+        greedy: decode greedily.
+        group_prefix: first part of the ids; give training and evaluation different ones.
+        on_model_error: an exception of the model is raised as :class:`ChatModelError`, or
+            (``"record"``, for callers that retry) makes the unfinished rollouts infra failures.
+
+    Raises:
+        EnvironmentDefinitionError: a row names an environment that is not there (before sampling).
+        ChatModelError: the model raised, or broke its contract (the latter whatever
+            ``on_model_error`` says).
+        ValueError: ``group_size`` or ``max_new_tokens`` below 1.
+    """
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(
+            f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}"
+        )
+    episodes = _episodes(rows, environments, group_size=group_size, step=step, seed=seed, prefix=group_prefix)
+    turn = 0
+    while active := [episode for episode in episodes if episode.outcome is None]:
+        turn += 1
+        requests = [episode.request(max_new_tokens=max_new_tokens, greedy=greedy) for episode in active]
+        try:
+            replies = model.chat(requests)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            if on_model_error == "raise":
+                raise ChatModelError(
+                    f"{type(model).__name__} failed in turn {turn} of step {step} "
+                    f"with {len(requests)} requests ({what})"
+                ) from error
+            for episode in active:
+                episode.fail(FailureKind.INFRA, f"the model failed in turn {turn}: {what}")
+            continue
+        _check_replies(replies, requests, model)
+        for episode, reply in zip(active, replies, strict=True):
+            episode.take(reply)
+    return [episode.outcome for episode in episodes if episode.outcome is not None]
+
+
+def _episodes(
+    rows: Sequence[GymRow],
+    environments: Mapping[str, LocalEnvironment],
+    *,
+    group_size: int,
+    step: int,
+    seed: int,
+    prefix: str,
+) -> list[Episode]:
+    episodes: list[Episode] = []
+    occurrences: Counter[str] = Counter()
+    for position, row in enumerate(rows):
+        environment = _environment_of(row, environments)
+        group = group_name(prefix, step, position)
+        for index in range(group_size):
+            seed_of_turn = partial(_seed_of_turn, seed, step, row.row_id, occurrences[row.row_id], index)
+            episodes.append(
+                Episode(
+                    row,
+                    environment,
+                    group_id=group,
+                    rollout_id=rollout_name(group, index),
+                    seed_of_turn=seed_of_turn,
+                )
+            )
+        occurrences[row.row_id] += 1
+    return episodes
+
+
+def _seed_of_turn(seed: int, step: int, row_id: str, occurrence: int, index: int, turn: int) -> int:
+    return sampling_seed(seed=seed, step=step, row_id=row_id, occurrence=occurrence, index=index, turn=turn)
+
+
+def _environment_of(row: GymRow, environments: Mapping[str, LocalEnvironment]) -> LocalEnvironment:
+    environment = environments.get(row.agent)
+    if environment is None:
+        close = difflib.get_close_matches(row.agent, environments, n=1)
+        hint = (
+            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(environments)) or 'none'}"
+        )
+        raise EnvironmentDefinitionError(
+            f"row {row.row_id!r} wants the environment {row.agent!r}, which is not there; {hint}"
+        )
+    return environment
+
+
+def _check_replies(
+    replies: Sequence[ChatReply | PromptRejected], requests: Sequence[ChatRequest], model: ChatModel
+) -> None:
+    if len(replies) != len(requests):
+        raise ChatModelError(
+            f"{type(model).__name__}.chat returned {len(replies)} replies for {len(requests)} requests; "
+            f"it must return exactly one per request, in order"
+        )
+    for index, reply in enumerate(replies):
+        if not isinstance(reply, (ChatReply, PromptRejected)):
+            raise ChatModelError(
+                f"{type(model).__name__}.chat returned a {type(reply).__name__} as reply {index}; "
+                f"it must return ChatReply or PromptRejected"
+            )
