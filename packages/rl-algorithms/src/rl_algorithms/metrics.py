@@ -66,7 +66,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class ExpMean:
-    """``exp(total / count)``, for multiplicative errors averaged in log space."""
+    """``exp(total / count)``, for multiplicative errors averaged in log space; held below overflow."""
 
     total: float
     count: float
@@ -75,7 +75,7 @@ class ExpMean:
         return ExpMean(self.total + other.total, self.count + other.count)
 
     def value(self) -> float:
-        return math.exp(self.total / self.count) if self.count else 1.0
+        return math.exp(min(self.total / self.count, 700.0)) if self.count else 1.0
 
 
 Metric = Mean | Sum | Max | Min | ExpMean

@@ -58,6 +58,25 @@ class LossFunction(Protocol):
     def __call__(self, logits: LogitsView, batch: Any) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
 
 
+class PolicyGradientLoss(LossFunction, Protocol):
+    """A loss for rollouts that says what a batch must carry before it can be trained."""
+
+    @property
+    def uses_prev_logprobs(self) -> bool:
+        """Whether the policy must score the batch before the first update of the step."""
+        ...
+
+    @property
+    def uses_reference_logprobs(self) -> bool:
+        """Whether the reference policy must score the batch."""
+        ...
+
+    @property
+    def trains_zero_advantage_rows(self) -> bool:
+        """Whether rows with advantage 0 have a gradient (a KL or entropy term) and must be computed."""
+        ...
+
+
 class PolicyTrainer(Protocol):
     """The policy side of a loop."""
 

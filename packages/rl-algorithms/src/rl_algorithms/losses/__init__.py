@@ -1,0 +1,7 @@
+"""Losses: picklable settings that are called with a view of the model's output and a batch."""
+
+from .clipped_pg import ClippedPGLoss
+from .normalization import LossError
+from .sft import SFTLoss
+
+__all__ = ["ClippedPGLoss", "LossError", "SFTLoss"]
