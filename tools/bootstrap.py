@@ -1,0 +1,139 @@
+"""Installs the pinned hatch and uv into this checkout when they are missing, then becomes hatch.
+
+Started by `./hatch`. Standard library only. Everything it writes is under `.hatch/` and `.venv/`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+INSTALL_TIMEOUT_S = 1800.0
+LOCK_TIMEOUT_S = 1800.0
+
+
+class BootstrapError(RuntimeError):
+    """The front door could not be set up; the message says what to install or run."""
+
+
+def main(arguments: list[str]) -> None:
+    """Prepare the checkout and replace this process by hatch with the same arguments."""
+    root = Path(__file__).resolve().parents[1]
+    state = root / ".hatch"
+    with exclusive(state / "lock"):
+        install_front_door(root, state)
+        drop_stale_environment(root, state)
+    # hatch would write a default configuration into the home folder, and refuses one that does not exist.
+    (state / "config.toml").touch()
+    hatch = state / "boot" / "bin" / "hatch"
+    os.execve(hatch, [str(hatch), *arguments], environment(state, os.environ))
+
+
+@contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Hold `lock` so that two commands started at once do not install over each other.
+
+    Raises BootstrapError when another process holds it for more than LOCK_TIMEOUT_S.
+    """
+    lock.parent.mkdir(exist_ok=True)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    with lock.open("w") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise BootstrapError(
+                        f"another command has been installing for {LOCK_TIMEOUT_S:.0f} s; end it and try again"
+                    ) from error
+                time.sleep(0.2)
+        yield
+
+
+def install_front_door(root: Path, state: Path) -> None:
+    """Make `.hatch/boot` hold exactly `requirements/boot.txt`, every file checked against its hash."""
+    requirements = root / "requirements" / "boot.txt"
+    key = digest(requirements.read_bytes(), sys.version.encode(), sys.base_prefix.encode())
+    boot, stamp = state / "boot", state / "boot.key"
+    if read(stamp) == key and (boot / "bin" / "hatch").exists():
+        return
+    say("installing hatch and uv into .hatch/ (once)")
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(boot, ignore_errors=True)
+    python = boot / "bin" / "python"
+    # Debian ships Python without ensurepip; its own pip, where present, can fill an empty environment.
+    own_pip = importlib.util.find_spec("ensurepip") is not None
+    if not own_pip and importlib.util.find_spec("pip") is None:
+        raise BootstrapError("this Python has neither ensurepip nor pip: install python3.11-venv and try again")
+    run([sys.executable, "-m", "venv", *([] if own_pip else ["--without-pip"]), str(boot)])
+    pip = [str(python), "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", str(python)]
+    run([*pip, "install", "-qq", "--no-input", "--no-deps", "--require-hashes", "--requirement", str(requirements)])
+    stamp.write_text(key)
+
+
+def drop_stale_environment(root: Path, state: Path) -> None:
+    """Remove `.venv` when its pins are not the lock's any more (hatch cannot see that) or it is unusable."""
+    key = digest((root / "requirements" / "dev.txt").read_bytes())
+    stamp, venv = state / "venv.key", root / ".venv"
+    if read(stamp) == key and (venv / "bin" / "python").exists():
+        return
+    if venv.is_symlink():
+        venv.unlink()
+    elif venv.exists():
+        say("the lock has changed: installing .venv anew")
+        shutil.rmtree(venv)
+    stamp.write_text(key)
+
+
+def environment(state: Path, current: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """Return the variables hatch runs with: its own files inside the checkout, pip's mirror for uv too."""
+    result = dict(current)
+    result.setdefault("HATCH_DATA_DIR", str(state / "data"))
+    result.setdefault("HATCH_CACHE_DIR", str(state / "cache"))
+    result.setdefault("HATCH_CONFIG", str(state / "config.toml"))
+    result.setdefault("HATCH_PYTHON", "self")
+    mirror = result.get("PIP_INDEX_URL")
+    if mirror and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & result.keys():
+        result["UV_DEFAULT_INDEX"] = mirror
+    return result
+
+
+def run(command: list[str]) -> None:
+    """Run `command`; raise BootstrapError naming it when it fails or takes too long."""
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BootstrapError(f"`{shown}` took more than {INSTALL_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        raise BootstrapError(f"`{shown}` ended with {done.returncode}")
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def read(file: Path) -> str | None:
+    return file.read_text() if file.exists() else None
+
+
+def say(message: str) -> None:
+    print(f"hatch: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BootstrapError as failure:
+        say(str(failure))
+        raise SystemExit(1) from None

@@ -1,0 +1,101 @@
+"""Writes and checks `uv.lock` and the requirement files exported from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.lock.neutral import addresses, neutralise
+
+#: Long enough for a cold resolution on a slow line; nothing here waits without a limit.
+TIMEOUT_S = 900.0
+
+#: requirement file -> what `uv export` selects for it
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "requirements/boot.txt": ("--only-group", "boot"),
+    "requirements/dev.txt": ("--all-packages", "--all-extras", "--group", "dev"),
+}
+
+#: torch is pinned by the workspace's constraint, without hashes: the CPU build that a local folder may hold
+#: is another file than the registry's.
+UNHASHED = "torch"
+
+
+class LockError(RuntimeError):
+    """The lock or a file exported from it is not what the workspace's declarations give."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The workspace at `root`, locked with the uv executable `uv`."""
+
+    root: Path
+    uv: str = "uv"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.root / "uv.lock"
+
+    def write(self, *, upgrade: tuple[str, ...] = ()) -> None:
+        """Resolve, keeping every pin that still fits except those of `upgrade`; rewrite; export.
+
+        Raises LockError when uv fails, with its message.
+        """
+        try:
+            self._uv("lock", *(f"--upgrade-package={name}" for name in upgrade))
+        finally:
+            if self.lock_file.exists():
+                self.lock_file.write_text(neutralise(self.lock_file.read_text()))
+        for name, selection in EXPORTS.items():
+            target = self.root / name
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(self.export(selection))
+
+    def check(self) -> None:
+        """Compare lock and exports with the declarations, without network.
+
+        Raises LockError naming the first file that differs and the remedy.
+        """
+        found = addresses(self.lock_file.read_text())
+        if found:
+            raise LockError(f"uv.lock names an address on line {found[0][0]}: run `hatch run lock`")
+        self._uv("lock", "--check", "--offline")
+        for name, selection in EXPORTS.items():
+            if (self.root / name).read_text() != self.export(selection):
+                raise LockError(f"{name} is not what uv.lock gives: run `hatch run lock`")
+
+    def export(self, selection: tuple[str, ...]) -> str:
+        """Return the hashed requirements of `selection`, without the members and torch."""
+        return self._uv(
+            "export",
+            "--quiet",
+            "--frozen",
+            "--no-emit-workspace",
+            "--no-header",
+            "--no-annotate",
+            f"--no-emit-package={UNHASHED}",
+            *selection,
+        )
+
+    def _uv(self, *arguments: str) -> str:
+        # Settings of the person's machine (mirrors, local wheels, constraints) must not shape the lock.
+        keep = {"UV_CACHE_DIR", "UV_OFFLINE", "UV_SYSTEM_CERTS", "UV_NATIVE_TLS"}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in keep}
+        environment.pop("VIRTUAL_ENV", None)
+        done = subprocess.run(
+            [self.uv, *arguments],
+            cwd=self.root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if done.returncode:
+            raise LockError(
+                f"`uv {' '.join(arguments)}` ended with {done.returncode}: {done.stderr.strip()}\n"
+                "If a declaration changed, run `hatch run lock`."
+            )
+        return done.stdout
