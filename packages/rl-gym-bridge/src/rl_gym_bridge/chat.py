@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 from .trajectory import StopReason
@@ -153,8 +154,9 @@ def new_prompt_tokens(seen: Sequence[int], prompt: Sequence[int], *, turn: int) 
     Raises:
         ContinuityError: ``prompt[:len(seen)] != seen``.
     """
-    for index, want in enumerate(seen):
-        got = prompt[index] if index < len(prompt) else None
-        if got != want:
-            raise ContinuityError(turn=turn, index=index, got=got, want=want)
-    return tuple(prompt[len(seen) :])
+    if tuple(prompt[: len(seen)]) == tuple(seen):
+        return tuple(prompt[len(seen) :])
+    agreed = takewhile(lambda pair: pair[0] == pair[1], zip(seen, prompt, strict=False))
+    index = sum(1 for _ in agreed)
+    got = prompt[index] if index < len(prompt) else None
+    raise ContinuityError(turn=turn, index=index, got=got, want=seen[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 
@@ -18,7 +19,12 @@ def loads_strict(text: str) -> Any:
             character, nesting or a number beyond the parser's limits.
     """
     try:
-        parsed = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        parsed = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique_keys,
+        )
     except JsonFault:
         raise
     except json.JSONDecodeError as error:
@@ -37,6 +43,13 @@ def loads_strict(text: str) -> Any:
 
 def _refuse_constant(name: str) -> Any:
     raise JsonFault(f"{name} is not a JSON number")
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise JsonFault(f"{literal} is too large for a number")
+    return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

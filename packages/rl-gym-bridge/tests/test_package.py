@@ -1,0 +1,49 @@
+"""What importing the package loads, and whether its README tells the truth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent
+FORBIDDEN = ("torch", "ray", "transformers", "nemo_gym", "numpy", "pydantic", "httpx", "asyncio")
+
+
+def python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=PACKAGE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules() -> list[str]:
+    source = PACKAGE / "src"
+    files = sorted(source.rglob("*.py"))
+    return [
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for file in files
+    ]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_imports_alone_and_loads_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted(set(sys.modules) & set({FORBIDDEN})))"
+    assert python("-c", code).split() == []
+
+
+def examples() -> list[tuple[str, str]]:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(found) == text.count("```python")
+    return found
+
+
+@pytest.mark.parametrize(("code", "output"), examples())
+def test_the_readmes_examples_run_and_print_what_it_says(code: str, output: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code, encoding="utf-8")
+    assert python(str(script)) == output

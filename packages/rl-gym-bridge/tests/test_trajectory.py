@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from rl_gym_bridge.trajectory import StopReason, Trajectory, TrajectoryError, Turn
+
+
+def trajectory(*turns: Turn, **changes: object) -> Trajectory:
+    settings: dict[str, object] = {
+        "turns": turns,
+        "reward": 1.0,
+        "stop_reason": StopReason.STOP,
+        "group_id": "g",
+        "rollout_id": "g/0",
+    }
+    settings.update(changes)
+    return Trajectory(**settings)  # type: ignore[arg-type]
+
+
+FIRST = Turn((1, 2), (3,), (-0.5,))
+SECOND = Turn((4,), (5, 6), (-0.25, -0.125))
+
+
+def test_ids_mask_and_logprobs_are_aligned_over_turns() -> None:
+    both = trajectory(FIRST, SECOND)
+    assert both.token_ids == (1, 2, 3, 4, 5, 6)
+    assert both.token_mask == (0, 0, 1, 0, 1, 1)
+    assert both.logprobs == (0.0, 0.0, -0.5, 0.0, -0.25, -0.125)
+    assert both.sampled_tokens == 3
+    assert pickle.loads(pickle.dumps(both)) == both
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [((1,), ()), ((), (-0.1,)), ((1,), (0.1,)), ((1,), (float("nan"),)), ((1,), (float("-inf"),))],
+)
+def test_turns_that_contradict_themselves_are_refused(
+    ids: tuple[int, ...], logprobs: tuple[float, ...]
+) -> None:
+    with pytest.raises(TrajectoryError):
+        Turn((), ids, logprobs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"turns": ()}, {"reward": float("nan")}, {"weight_versions": (1, 2)}],
+    ids=lambda c: next(iter(c)),
+)
+def test_trajectories_that_contradict_themselves_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(TrajectoryError, match="g/0"):
+        trajectory(FIRST, **changes)
+
+
+def test_truncation_is_a_property_of_the_stop_reason() -> None:
+    truncated = {reason.value for reason in StopReason if reason.truncated}
+    assert truncated == {"length", "tool_limit", "aborted"}
