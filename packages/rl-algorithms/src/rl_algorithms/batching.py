@@ -132,11 +132,20 @@ class TrainBatch:
     def with_logprobs(
         self, *, prev: torch.Tensor | None = None, reference: torch.Tensor | None = None
     ) -> TrainBatch:
-        """A copy with the given ``[B, S]`` log-probabilities set; those not given stay as they are."""
+        """A copy with the given ``[B, S]`` log-probabilities set, as float32 constants on this device.
+
+        Those not given stay as they are.
+        """
+
+        def constant(given: torch.Tensor | None, known: torch.Tensor | None) -> torch.Tensor | None:
+            if given is None:
+                return known
+            return given.detach().to(device=self.input_ids.device, dtype=torch.float32)
+
         return replace(
             self,
-            prev_logprobs=self.prev_logprobs if prev is None else prev,
-            reference_logprobs=self.reference_logprobs if reference is None else reference,
+            prev_logprobs=constant(prev, self.prev_logprobs),
+            reference_logprobs=constant(reference, self.reference_logprobs),
         )
 
     def with_own_denominators(self) -> TrainBatch:
@@ -148,15 +157,18 @@ class TrainBatch:
             global_valid_samples=float(mask.any(1).sum()),
         )
 
-    def without_zero_gradient_rows(self) -> TrainBatch:
+    def without_zero_gradient_rows(self, *, keep_zero_advantages: bool = False) -> TrainBatch:
         """The rows that can move the policy; the others are not computed but still counted.
 
-        Dropped are rows that are masked out and rows whose advantages are all 0 on the tokens to
-        train. The denominators stay, so a pure policy-gradient loss and its gradient do not change.
-        A KL or entropy term gives zero-advantage rows a gradient: then this must not be used.
+        Dropped are rows with nothing to train and, unless ``keep_zero_advantages``, rows whose
+        advantages are 0 on every token to train. The denominators stay, so a pure policy-gradient
+        loss and its gradient do not change. With a KL or entropy term rows of advantage 0 have a
+        gradient and must be kept. The result may have no row at all.
         """
-        moving = (self.loss_mask & (self.token_advantages != 0)).any(1)
-        return self.select(moving.nonzero().flatten().tolist())
+        moving = self.loss_mask
+        if not keep_zero_advantages:
+            moving = moving & (self.token_advantages != 0)
+        return self.select(moving.any(1).nonzero().flatten().tolist())
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on ``device``; itself when it is already there."""

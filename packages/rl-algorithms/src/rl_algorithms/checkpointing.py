@@ -1,0 +1,201 @@
+"""Atomic checkpoints: a step is either wholly there and verified, or not there at all.
+
+Layout: ``DIRECTORY/step_N/`` with whatever the caller wrote, and ``manifest.json`` with the size and
+SHA-256 of every file. A checkpoint is filled in a hidden folder beside it and published by a single
+rename, so that a crash at any moment leaves every earlier checkpoint loadable. One process at a time
+writes a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint_files import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    fsync_directory,
+    verify,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointStore",
+]
+
+_PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
+_WRITING = ".writing-"
+_DELETING = ".deleting-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete, verified checkpoint."""
+
+    step: int
+    path: Path
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        directory: made when the first checkpoint is written.
+        keep: how many of the newest stay; ``None`` keeps all.
+        suffixes: file name suffixes that may be stored. Pickle-based formats stay out, since
+            reading them runs code.
+
+    Folders that are not named ``step_N`` exactly (``step_10-hf``, ``step_x``) and ones that do not
+    verify are ignored and left alone.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int | None = None,
+        suffixes: Collection[str] = (".json", ".safetensors"),
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep must be at least 1, or None for all checkpoints; got {keep}")
+        self._directory = Path(directory)
+        self._keep = keep
+        self._suffixes = frozenset(suffixes)
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is, or would be."""
+        return self._directory / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder of the right name, oldest first, complete or not."""
+        if not self._directory.is_dir():
+            return []
+        matches = (_PUBLISHED.fullmatch(entry.name) for entry in self._directory.iterdir() if entry.is_dir())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of ``step``, every file verified.
+
+        Raises:
+            CheckpointCorruptError: it is missing, half-written or damaged.
+            CheckpointFormatError: it is of a format that this version cannot read.
+        """
+        path = self.path_of(step)
+        verify(path)
+        return Checkpoint(step, path)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, every file verified; ``None`` if there is none.
+
+        Raises:
+            CheckpointFormatError: the newest is of a format that this version cannot read. Falling
+                back to an older one would quietly throw training away.
+        """
+        for step in reversed(self.steps()):
+            try:
+                return self.load(step)
+            except CheckpointCorruptError as error:
+                logger.warning("ignoring checkpoint step_%d: %s", step, error)
+        return None
+
+    @contextmanager
+    def write(self, step: int) -> Iterator[Path]:
+        """``with store.write(step) as folder:`` fill the empty ``folder``; it is published on exit.
+
+        If the block raises, nothing is published. Older checkpoints beyond ``keep`` are deleted
+        only after the new one is published and on disk.
+
+        Raises:
+            CheckpointError: ``step`` has a complete checkpoint already, the folder holds a file of
+                another type than allowed, or it cannot be written; with the cause.
+        """
+        if step < 0:
+            raise CheckpointError(f"a checkpoint step must be >= 0, got {step}")
+        if self._looks_complete(step):
+            raise CheckpointError(
+                f"{self.path_of(step)} is complete already: resume from it, or write to another directory"
+            )
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        unique = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        folder = self._directory / f"{_WRITING}step_{step}-{unique}"
+        folder.mkdir()
+        try:
+            yield folder
+            write_manifest(folder, step=step, suffixes=self._suffixes)
+            self._publish(folder, step, unique)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self._directory} failed: {error}"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._retain(step)
+
+    def _publish(self, folder: Path, step: int, unique: str) -> None:
+        target = self.path_of(step)
+        if target.exists():
+            # Not complete, so nothing loadable is lost; kept aside for whoever wants to look.
+            os.rename(target, self._directory / f".incomplete-step_{step}-{unique}")
+        os.rename(folder, target)
+        fsync_directory(self._directory)
+
+    def _looks_complete(self, step: int) -> bool:
+        """By presence and sizes; one of another format is somebody's complete checkpoint too."""
+        try:
+            verify(self.path_of(step), hashes=False)
+        except CheckpointCorruptError:
+            return False
+        except CheckpointFormatError:
+            pass
+        return True
+
+    def _retain(self, published: int) -> None:
+        if self._keep is None:
+            return
+        complete = [step for step in self.steps() if self._looks_complete(step)]
+        for step in complete[: -self._keep]:
+            if step != published:
+                # Renamed first: a kill while deleting must not leave half a checkpoint in sight.
+                doomed = self._directory / f"{_DELETING}step_{step}-{uuid.uuid4().hex[:8]}"
+                os.rename(self.path_of(step), doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Delete what dead writers on this machine left behind, and half-done deletions."""
+        for entry in self._directory.iterdir():
+            name = entry.name
+            if name.startswith(_DELETING) or (name.startswith(_WRITING) and _writer_is_dead(name)):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _writer_is_dead(name: str) -> bool:
+    match = re.fullmatch(re.escape(_WRITING) + r"step_\d+-(.+)-(\d+)-[0-9a-f]{8}", name)
+    if match is None or match.group(1) != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match.group(2)), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,244 @@
+"""Synchronous GRPO: generate, judge, train, and only then generate again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl_gym_bridge.trajectory import FailureKind
+
+from ..batching import build_train_batch
+from ..checkpoint_files import read_json, write_json
+from ..checkpointing import Checkpoint, CheckpointStore
+from ..protocols import MetricsLogger, PolicyGradientLoss, PolicyTrainer, RolloutSource
+from .rows import rows_for_step
+from .samples import StepSamples, check_rollouts, judge
+from .settings import GRPOSettings
+from .state import HeldOut, LoopError, LoopResult, LoopState, StepReport
+from .update import UpdateReport, update_policy
+
+logger = logging.getLogger(__name__)
+
+POLICY_FOLDER = "policy"
+STATE_FILE = "loop.json"
+
+
+def run_grpo(
+    *,
+    settings: GRPOSettings,
+    rows: Sequence[Any],
+    source: RolloutSource,
+    policy: PolicyTrainer,
+    loss_fn: PolicyGradientLoss,
+    pad_token_id: int,
+    evaluate: Callable[[int], Mapping[str, float]] | None = None,
+    metrics_logger: MetricsLogger | None = None,
+    checkpoints: CheckpointStore | None = None,
+    resume_from: Checkpoint | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> LoopResult:
+    """Train until ``settings.steps`` are done or a stop is requested.
+
+    A step: choose rows → rollouts → rewards and advantages → batch → log-probabilities → update(s)
+    → evaluate → log → checkpoint. Which rows a step trains and how it samples depend on the step
+    number and the seed alone, so a resumed run continues exactly as an uninterrupted one.
+
+    ``should_stop`` is asked between steps and again after the rollouts, when the step is discarded
+    as if it had never begun. On a stop the last completed step is checkpointed. Metrics are logged
+    once per step, under the step's own number; evaluations appear there as ``held_out/NAME``.
+
+    Args:
+        rows: what the rollout source understands; order and content must be the same on a resume.
+        loss_fn: its needs (previous and reference log-probabilities) decide what is scored.
+        evaluate: numbers about held-out rows after the given number of steps.
+        checkpoints: where to write; each holds the policy and this loop's state.
+        resume_from: a checkpoint of ``checkpoints`` to continue from; loads the policy.
+        on_step: told of every finished step.
+
+    Raises:
+        LoopError: rollouts that break their contract, failures or unusable steps beyond the budget,
+            a loss that is not finite, or a resume that does not continue the same run. The last
+            checkpoint stays loadable.
+        CheckpointError: a checkpoint that cannot be written or read.
+    """
+    _check_loss(settings, loss_fn)
+    identity = {"rows": len(rows), "prompts_per_step": settings.prompts_per_step, "seed": settings.seed}
+    _check_store(checkpoints, resume_from)
+    state = _resumed(policy, resume_from, identity) if resume_from else LoopState()
+    written = state.step if resume_from else None
+    stopped = False
+
+    if evaluate is not None and not state.held_out and not should_stop():
+        held_out = _evaluate(evaluate, state)
+        if metrics_logger is not None:
+            metrics_logger.log(state.step, held_out)
+
+    for step in range(state.step + 1, settings.steps + 1):
+        if should_stop():
+            stopped = True
+            break
+
+        began = time.perf_counter()
+        chosen = rows_for_step(
+            step, row_count=len(rows), rows_per_step=settings.prompts_per_step, seed=settings.seed
+        )
+        rollouts = source.rollouts([rows[i] for i in chosen], group_size=settings.group_size, step=step)
+        seconds_generation = time.perf_counter() - began
+        if should_stop():
+            stopped = True
+            break
+
+        check_rollouts(rollouts, row_count=len(chosen), group_size=settings.group_size, step=step)
+        samples = judge(rollouts, settings, step)
+        _check_failures(samples, settings, step)
+        began = time.perf_counter()
+        update = _train(samples, settings, policy, loss_fn, pad_token_id=pad_token_id, step=step)
+        seconds_training = time.perf_counter() - began
+
+        _advance(state, samples, step, seconds_generation, seconds_training)
+        metrics = {
+            **samples.metrics(settings),
+            **update.metrics,
+            "updates": float(update.updates),
+            "skipped": float(not samples.trained.any()),
+            "learning_rate": settings.schedule(step),
+            "seconds_generation": seconds_generation,
+            "seconds_training": seconds_training,
+        }
+        if evaluate is not None and _due(step, settings.evaluate_every, settings.steps):
+            metrics |= _evaluate(evaluate, state)
+        if metrics_logger is not None:
+            metrics_logger.log(step, metrics)
+        if on_step is not None:
+            on_step(_report(step, metrics, samples))
+        _check_skipped(state, samples, settings)
+        if checkpoints is not None and _due(step, settings.checkpoint_every, settings.steps):
+            _write_checkpoint(checkpoints, policy, state, identity)
+            written = step
+
+    if stopped and checkpoints is not None and written != state.step:
+        _write_checkpoint(checkpoints, policy, state, identity)
+    return state.result(stopped=stopped)
+
+
+def _train(
+    samples: StepSamples,
+    settings: GRPOSettings,
+    policy: PolicyTrainer,
+    loss_fn: PolicyGradientLoss,
+    *,
+    pad_token_id: int,
+    step: int,
+) -> UpdateReport:
+    if not samples.trained.any():
+        return UpdateReport(0, {})
+    batch = build_train_batch(samples.trajectories, samples.advantages, samples.trained, pad_token_id)
+    return update_policy(
+        policy,
+        loss_fn,
+        batch,
+        updates=settings.updates_per_step,
+        learning_rate=settings.schedule(step),
+        step=step,
+        seed=settings.seed,
+    )
+
+
+def _evaluate(evaluate: Callable[[int], Mapping[str, float]], state: LoopState) -> dict[str, float]:
+    began = time.perf_counter()
+    found = {name: float(value) for name, value in evaluate(state.step).items()}
+    state.seconds_evaluation += time.perf_counter() - began
+    state.held_out.append(HeldOut(state.step, found))
+    return {f"held_out/{name}": value for name, value in found.items()}
+
+
+def _advance(
+    state: LoopState, samples: StepSamples, step: int, seconds_generation: float, seconds_training: float
+) -> None:
+    state.step = step
+    state.tokens += samples.tokens
+    state.seconds_generation += seconds_generation
+    state.seconds_training += seconds_training
+    for kind, count in samples.failures_by_kind().items():
+        state.failures[kind] = state.failures.get(kind, 0) + count
+    if samples.trained.any():
+        state.skipped_in_a_row = 0
+    else:
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+        logger.warning("step %d trains nothing: none of its samples is usable", step)
+
+
+def _report(step: int, metrics: Mapping[str, float], samples: StepSamples) -> StepReport:
+    return StepReport(
+        step=step,
+        metrics=metrics,
+        trajectories=samples.trajectories,
+        failures=samples.failures,
+        advantages=samples.advantages,
+        trained=samples.trained,
+    )
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _check_loss(settings: GRPOSettings, loss_fn: PolicyGradientLoss) -> None:
+    if settings.updates_per_step > 1 and not loss_fn.uses_prev_logprobs:
+        raise LoopError(
+            f"updates_per_step {settings.updates_per_step} with a loss that takes every update for "
+            "on-policy: the second would not be corrected; turn force_on_policy_ratio off or use one update"
+        )
+
+
+def _check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> None:
+    infra = [failure for failure in samples.failures if failure.kind is FailureKind.INFRA]
+    if len(infra) > settings.max_infra_failures:
+        raise LoopError(
+            f"step {step}: {len(infra)} rollouts failed for want of infrastructure, max_infra_failures is "
+            f"{settings.max_infra_failures}; the first, {infra[0].rollout_id} "
+            f"(agent {infra[0].agent or 'unnamed'}): {infra[0].error}"
+        )
+
+
+def _check_skipped(state: LoopState, samples: StepSamples, settings: GRPOSettings) -> None:
+    if state.skipped_in_a_row > settings.max_skipped_steps:
+        cause = samples.failures[0].error if samples.failures else "no failure was reported"
+        raise LoopError(
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no usable sample, "
+            f"max_skipped_steps is {settings.max_skipped_steps}; first cause in this step: {cause}"
+        )
+
+
+def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | None) -> None:
+    newest = checkpoints.latest() if checkpoints is not None else None
+    if newest is not None and (resume_from is None or newest.step > resume_from.step):
+        raise LoopError(
+            f"{newest.path} is ahead of this run, which starts from "
+            f"{resume_from.path if resume_from else 'nothing'}: resume from it, or write to another directory"
+        )
+
+
+def _write_checkpoint(
+    checkpoints: CheckpointStore, policy: PolicyTrainer, state: LoopState, identity: Mapping[str, int]
+) -> None:
+    with checkpoints.write(state.step) as folder:
+        (folder / POLICY_FOLDER).mkdir()
+        policy.save(folder / POLICY_FOLDER)
+        write_json(folder / STATE_FILE, {"run": dict(identity), "state": state.to_json()})
+
+
+def _resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Mapping[str, int]) -> LoopState:
+    content = read_json(checkpoint.path / STATE_FILE)
+    if content.get("run") != identity:
+        raise LoopError(
+            f"{checkpoint.path} belongs to a run with {content.get('run')}, this one has {dict(identity)}: "
+            "the rows of the remaining steps would differ; resume with the same settings and rows"
+        )
+    state = LoopState.from_json(content.get("state", {}))
+    policy.load(checkpoint.path / POLICY_FOLDER)
+    return state

@@ -1,0 +1,132 @@
+"""From what an environment pays to what a policy is trained on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(ValueError):
+    """Shaping settings or reward parts that make no sense; names the offender."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Maps ``[source_min, source_max]`` linearly onto ``[target_min, target_max]``, clamped to it.
+
+    Raises:
+        RewardError: an empty source range, or a bound that is not finite.
+    """
+
+    source_min: float
+    source_max: float
+    target_min: float
+    target_max: float
+
+    def __post_init__(self) -> None:
+        bounds = (self.source_min, self.source_max, self.target_min, self.target_max)
+        if not all(math.isfinite(bound) for bound in bounds):
+            raise RewardError(f"reward scaling needs finite bounds, got {bounds}")
+        if self.source_min >= self.source_max:
+            raise RewardError(f"source_min {self.source_min} must lie below source_max {self.source_max}")
+
+    def __call__(self, rewards: torch.Tensor) -> torch.Tensor:
+        share = ((rewards - self.source_min) / (self.source_max - self.source_min)).clamp(0, 1)
+        return self.target_min + share * (self.target_max - self.target_min)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """``min(−(length − (max_length − buffer)) / buffer · penalty, 0)``, never below ``−penalty``.
+
+    Lengths count sampled tokens.
+
+    Raises:
+        RewardError: unless 0 < buffer ≤ max_length and penalty ≥ 0.
+
+    Source: soft overlong punishment of DAPO, arXiv:2503.14476, equation 13.
+    """
+
+    max_length: int
+    buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer <= self.max_length or not 0 <= self.penalty < math.inf:
+            raise RewardError(
+                "overlong penalty needs 0 < buffer <= max_length and penalty >= 0, got "
+                f"buffer {self.buffer}, max_length {self.max_length}, penalty {self.penalty}"
+            )
+
+    def __call__(self, lengths: torch.Tensor) -> torch.Tensor:
+        excess = lengths.double() - (self.max_length - self.buffer)
+        return (-excess / self.buffer * self.penalty).clamp(-self.penalty, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShaping:
+    """What is done to rewards before advantages; nothing by default.
+
+    Attributes:
+        scaling: applied first.
+        overlong: added next.
+        stop_properly_coefficient: c in [0, 1]; the reward of truncated samples is multiplied by
+            it. It takes the place of ``overlong``: giving both is refused.
+    """
+
+    scaling: LinearScaling | None = None
+    overlong: OverlongPenalty | None = None
+    stop_properly_coefficient: float | None = None
+
+    def __post_init__(self) -> None:
+        coefficient = self.stop_properly_coefficient
+        if coefficient is not None and not 0 <= coefficient <= 1:
+            raise RewardError(f"stop_properly_coefficient must lie in [0, 1], got {coefficient}")
+        if coefficient is not None and self.overlong is not None:
+            raise RewardError("stop_properly_coefficient replaces the overlong penalty: give one of them")
+
+    def __call__(self, rewards: torch.Tensor, lengths: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
+        """Shaped rewards ``[N]`` from rewards, sampled tokens and truncation flags, each ``[N]``."""
+        shaped = self.scaling(rewards) if self.scaling else rewards
+        if self.overlong is not None:
+            shaped = shaped + self.overlong(lengths).to(shaped.dtype)
+        if self.stop_properly_coefficient is not None:
+            shaped = torch.where(truncated, shaped * self.stop_properly_coefficient, shaped)
+        return shaped
+
+
+def combine_components(
+    rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sums of named reward parts.
+
+    A part that is missing or ``None`` contributes nothing. A row without any part is excluded with
+    a warning: it is neither 0 nor NaN but not valid.
+
+    Returns:
+        rewards ``[N]`` float64 (0 where not valid) and valid ``[N]`` bool.
+
+    Raises:
+        RewardError: a part without a weight (0 ignores it openly), or one that is not finite.
+    """
+    rewards, valid = [], []
+    for index, row in enumerate(rows):
+        given = {name: value for name, value in row.items() if value is not None}
+        unknown = sorted(given.keys() - weights.keys())
+        if unknown:
+            raise RewardError(f"row {index} has reward parts without a weight: {', '.join(unknown)}")
+        broken = sorted(name for name, value in given.items() if not math.isfinite(value))
+        if broken:
+            raise RewardError(f"row {index} has reward parts that are not finite: {', '.join(broken)}")
+        rewards.append(sum(weights[name] * value for name, value in given.items()))
+        valid.append(bool(given))
+    missing = [index for index, keep in enumerate(valid) if not keep]
+    if missing:
+        logger.warning("no reward function judged rows %s: they are excluded from training", missing)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid, dtype=torch.bool)
