@@ -1,5 +1,47 @@
-"""Trains a language-model policy with megatron-core, on CPUs and GPUs."""
+"""Trains a language-model policy with megatron-core, on CPUs and GPUs.
+
+Importing this package imports neither megatron nor ray; :class:`MegatronPolicy` does, when used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .errors import (
+    BatchError,
+    CheckpointError,
+    LossError,
+    ModelDirectoryError,
+    NonFiniteGradientError,
+    PolicyError,
+    RuntimeStateError,
+    UnsupportedModelError,
+)
+from .settings import OptimizerSettings, PolicySettings
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .policy import MegatronPolicy
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "LossError",
+    "MegatronPolicy",
+    "ModelDirectoryError",
+    "NonFiniteGradientError",
+    "OptimizerSettings",
+    "PolicyError",
+    "PolicySettings",
+    "RuntimeStateError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MegatronPolicy":
+        from .policy import MegatronPolicy
+
+        return MegatronPolicy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

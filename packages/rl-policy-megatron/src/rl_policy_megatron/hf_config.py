@@ -1,0 +1,169 @@
+"""Reads the config.json of an HF-format model directory, and refuses what cannot be trained as given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelDirectoryError, UnsupportedModelError
+from .rope import Llama3Scaling, RopeShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a model type fixes that its config.json does not say."""
+
+    qkv_bias: bool
+    qk_norm: bool
+    default_head_dim: int | None = None
+
+
+FAMILIES = {
+    "llama": _Family(qkv_bias=False, qk_norm=False),
+    "qwen2": _Family(qkv_bias=True, qk_norm=False),
+    "qwen3": _Family(qkv_bias=False, qk_norm=True, default_head_dim=128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Everything that decides a model's tensors and its arithmetic."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope: RopeShape
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from ``path``.
+
+    Raises:
+        ModelDirectoryError: missing, unreadable or not an object; names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelDirectoryError(
+            f"{path} does not exist; give a directory in Hugging Face format"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelDirectoryError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelDirectoryError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_model_shape(directory: Path) -> ModelShape:
+    """The shape of the model in ``directory``.
+
+    Raises:
+        ModelDirectoryError: config.json is missing, broken or lacks a key.
+        UnsupportedModelError: the model type or one of its options is not supported.
+    """
+    return _Reader(directory / "config.json").shape()
+
+
+class _Reader:
+    """config.json with messages that name file and key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = read_json(path)
+
+    def shape(self) -> ModelShape:
+        model_type = self._content.get("model_type")
+        family = FAMILIES.get(str(model_type))
+        if family is None:
+            known = ", ".join(sorted(FAMILIES))
+            raise UnsupportedModelError(f"{self._path}: model_type {model_type!r}; supported are {known}")
+        self._refuse_options()
+        heads, hidden = self._integer("num_attention_heads"), self._integer("hidden_size")
+        head_dim = self._content.get("head_dim") or family.default_head_dim or hidden // heads
+        kv_heads = self._content.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ModelDirectoryError(
+                f"{self._path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            )
+        return ModelShape(
+            model_type=str(model_type),
+            layers=self._integer("num_hidden_layers"),
+            hidden=hidden,
+            intermediate=self._integer("intermediate_size"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary=self._integer("vocab_size"),
+            max_positions=self._integer("max_position_embeddings"),
+            norm_eps=float(self._content.get("rms_norm_eps", 1e-6)),
+            tied=bool(self._content.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            rope=self._rope(),
+        )
+
+    def _integer(self, key: str) -> int:
+        value = self._content.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelDirectoryError(f"{self._path}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def _refuse_options(self) -> None:
+        content = self._content
+        refused = {
+            "hidden_act": content.get("hidden_act", "silu") != "silu",
+            "attention_bias": bool(content.get("attention_bias")),
+            "mlp_bias": bool(content.get("mlp_bias")),
+            "use_sliding_window": bool(content.get("use_sliding_window")),
+            "layer_types": any(kind != "full_attention" for kind in content.get("layer_types") or ()),
+            "quantization_config": content.get("quantization_config") is not None,
+        }
+        for key, is_refused in refused.items():
+            if is_refused:
+                raise UnsupportedModelError(
+                    f"{self._path}: {key} = {content[key]!r} is not supported; "
+                    "use a dense SwiGLU model with full attention, without biases and quantisation"
+                )
+
+    def _rope(self) -> RopeShape:
+        content = self._content
+        # Newer files keep everything under rope_parameters, older ones split it over two keys.
+        key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+        parameters: dict[str, Any] = content.get(key) or {}
+        theta = float(parameters.get("rope_theta") or content.get("rope_theta") or 10000.0)
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        if (
+            float(parameters.get("partial_rotary_factor") or content.get("partial_rotary_factor") or 1.0)
+            != 1.0
+        ):
+            raise UnsupportedModelError(f"{self._path}: partial_rotary_factor other than 1 is not supported")
+        if kind == "default":
+            return RopeShape(theta)
+        if kind != "llama3":
+            raise UnsupportedModelError(
+                f"{self._path}: {key}.rope_type {kind!r} is not supported; supported are default, llama3"
+            )
+        try:
+            scaling = Llama3Scaling(
+                factor=float(parameters["factor"]),
+                low_freq_factor=float(parameters["low_freq_factor"]),
+                high_freq_factor=float(parameters["high_freq_factor"]),
+                original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+            )
+        except KeyError as error:
+            raise ModelDirectoryError(
+                f"{self._path}: {key} lacks {error.args[0]!r}, which llama3 needs"
+            ) from error
+        return RopeShape(theta, scaling)

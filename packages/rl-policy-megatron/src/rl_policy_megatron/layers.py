@@ -1,0 +1,103 @@
+"""The layer that this package builds: megatron's parallel linears around torch's attention and norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .errors import RuntimeStateError
+from .hf_config import ModelShape
+from .mcore import (
+    MegatronModule,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+
+
+class SDPACoreAttention(MegatronModule):
+    """Scaled dot-product attention with grouped queries, for training and for decoding with a cache."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """``query [Sq, B, heads, D]``, ``key`` and ``value [Sk, B, kv_heads, D]`` → ``[Sq, B, heads · D]``.
+
+        With ``attention_mask`` (bool, True = masked out, broadcastable to ``[B, 1, Sq, Sk]``)
+        exactly that mask holds. Without one, equal lengths mean causal attention, and a single
+        query sees every key: it is the newest token of a cached sequence.
+
+        Raises:
+            RuntimeStateError: several queries over a longer cache without a mask, which could mean
+                more than one thing; a bias or packed sequences, which are not supported.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise RuntimeStateError("SDPACoreAttention takes neither an attention bias nor packed sequences")
+        queries, keys = query.size(0), key.size(0)
+        allowed = None if attention_mask is None else attention_mask.logical_not()
+        if allowed is None and queries not in (1, keys):
+            raise RuntimeStateError(
+                f"SDPACoreAttention got {queries} queries over {keys} keys without a mask; "
+                "pass attention_mask (True = masked out) for a partly cached prompt"
+            )
+        mixed = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=allowed,
+            is_causal=allowed is None and queries == keys,
+            scale=self._scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return mixed.permute(2, 0, 1, 3).reshape(queries, query.size(1), -1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under megatron's construction protocol."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Sequence parallelism reduces the gradients of the parameters that carry this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
+    """The whole decoder: equal layers and a final norm."""
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * shape.layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(shape: ModelShape) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,84 @@
+"""A loss function's access to the model's output: per-token numbers, never logits."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import LossError
+from .linear_logprobs import linear_logprobs, linear_topk
+from .microbatch import TokenLayout
+
+
+class HiddenStatesView:
+    """Per-token numbers of one micro-batch, computed when asked for.
+
+    Everything is float32, differentiable, and laid out ``[B, S, …]``: entry ``[b, i]`` belongs to
+    token ``i`` of row ``b``, under the sampling temperature. Column 0 and padding are 0.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        layout: TokenLayout,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> None:
+        """``hidden`` is ``[L, B, H]`` from the model; empty when no token is predicted."""
+        self._hidden = hidden.flatten(0, 1).index_select(0, layout.source)
+        self._weight = weight
+        self._layout = layout
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        self._computed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def logprobs(self) -> torch.Tensor:
+        """``[B, S]`` log-probability of each token given its prefix."""
+        return self._own_tokens()[0]
+
+    def entropy(self) -> torch.Tensor:
+        """``[B, S]`` entropy, in nats, of the distribution that each token was drawn from."""
+        return self._own_tokens()[1]
+
+    def topk_logprobs(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, S, k]`` log-probabilities and int64 ids of the k most likely tokens, most likely first.
+
+        Raises:
+            LossError: ``k`` is not between 1 and the size of the vocabulary.
+        """
+        vocabulary = self._weight.size(0)
+        if not 1 <= k <= vocabulary:
+            raise LossError(f"topk_logprobs needs k between 1 and the vocabulary of {vocabulary}, got {k}")
+        token_ids = linear_topk(self._hidden, self._weight, k, chunk_tokens=self._chunk_tokens)
+        return self._layout.scatter(self._score(token_ids)[0]), self._layout.scatter(token_ids)
+
+    def logprobs_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[B, S, K]`` log-probabilities of given tokens (int64 ``[B, S, K]``), as a teacher's top k.
+
+        Raises:
+            LossError: ``token_ids`` has another shape, or an id outside the vocabulary at a real token.
+        """
+        rows, width = self._layout.shape
+        if token_ids.dim() != 3 or token_ids.shape[:2] != (rows, width):
+            raise LossError(f"token_ids must be [{rows}, {width}, K], got {tuple(token_ids.shape)}")
+        wanted = token_ids.to(self._weight.device).flatten(0, 1)[self._layout.target]
+        if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self._weight.size(0)):
+            raise LossError(f"token_ids holds ids outside the vocabulary of {self._weight.size(0)}")
+        return self._layout.scatter(self._score(wanted)[0])
+
+    def _own_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # Both come from one pass: the entropy costs little beside the logits that it needs.
+        if self._computed is None:
+            logprobs, entropy = self._score(self._layout.token_ids[:, None])
+            self._computed = self._layout.scatter(logprobs[:, 0]), self._layout.scatter(entropy)
+        return self._computed
+
+    def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprobs(
+            self._hidden,
+            self._weight,
+            token_ids,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )

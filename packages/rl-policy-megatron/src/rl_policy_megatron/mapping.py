@@ -1,0 +1,179 @@
+"""The table between Hugging Face tensors and megatron-core parameters.
+
+Hugging Face names are those of the safetensors files. Merging and splitting only move whole blocks
+of numbers, so a round trip is exact to the bit. The same table serves anything that has a
+parameter's shape: weights, gradients, optimizer moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from .errors import ModelDirectoryError, PolicyError
+from .hf_config import ModelShape
+
+
+class Layout(Enum):
+    """How HF tensors lie inside one megatron parameter."""
+
+    WHOLE = "one tensor, as it is"
+    QKV = "query, key and value interleaved by key-value group"
+    GATE_UP = "gate above up"
+
+
+def _always(_shape: ModelShape) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One megatron parameter and the HF tensors that it holds; ``{n}`` is the layer's number."""
+
+    parameter: str
+    layout: Layout
+    hf_names: tuple[str, ...]
+    exists: Callable[[ModelShape], bool] = _always
+
+    def of_layer(self, number: int) -> Entry:
+        names = tuple(name.format(n=number) for name in self.hf_names)
+        return Entry(self.parameter.format(n=number), self.layout, names, self.exists)
+
+
+def _layer(parameter: str, layout: Layout, *hf: str, exists: Callable[[ModelShape], bool] = _always) -> Entry:
+    hf_names = tuple(f"model.layers.{{n}}.{name}" for name in hf)
+    return Entry(f"decoder.layers.{{n}}.{parameter}", layout, hf_names, exists)
+
+
+def _has_qkv_bias(shape: ModelShape) -> bool:
+    return shape.qkv_bias
+
+
+def _has_qk_norm(shape: ModelShape) -> bool:
+    return shape.qk_norm
+
+
+def _has_own_head(shape: ModelShape) -> bool:
+    return not shape.tied
+
+
+_QKV_WEIGHTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+_QKV_BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
+# fmt: off
+_FIRST = (
+    Entry("embedding.word_embeddings.weight", Layout.WHOLE, ("model.embed_tokens.weight",)),
+)
+_EACH_LAYER = (
+    _layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
+    _layer("self_attention.linear_qkv.weight", Layout.QKV, *_QKV_WEIGHTS),
+    _layer("self_attention.linear_qkv.bias", Layout.QKV, *_QKV_BIASES, exists=_has_qkv_bias),
+    _layer("self_attention.q_layernorm.weight", Layout.WHOLE, "self_attn.q_norm.weight", exists=_has_qk_norm),
+    _layer("self_attention.k_layernorm.weight", Layout.WHOLE, "self_attn.k_norm.weight", exists=_has_qk_norm),
+    _layer("self_attention.linear_proj.weight", Layout.WHOLE, "self_attn.o_proj.weight"),
+    _layer("pre_mlp_layernorm.weight", Layout.WHOLE, "post_attention_layernorm.weight"),
+    _layer("mlp.linear_fc1.weight", Layout.GATE_UP, *_GATE_UP),
+    _layer("mlp.linear_fc2.weight", Layout.WHOLE, "mlp.down_proj.weight"),
+)
+_LAST = (
+    Entry("decoder.final_layernorm.weight", Layout.WHOLE, ("model.norm.weight",)),
+    Entry("output_layer.weight", Layout.WHOLE, ("lm_head.weight",), exists=_has_own_head),
+)
+# fmt: on
+
+
+class WeightMap:
+    """The table, written out for one model."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        layers = (entry.of_layer(number) for number in range(shape.layers) for entry in _EACH_LAYER)
+        entries = (*_FIRST, *layers, *_LAST)
+        self._entry_of = {entry.parameter: entry for entry in entries if entry.exists(shape)}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self._entry_of)
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(name for entry in self._entry_of.values() for name in entry.hf_names)
+
+    def merge(self, parameter: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """A megatron tensor from the HF tensors that ``read`` returns by name."""
+        entry = self._entry_of[parameter]
+        parts = [read(name) for name in entry.hf_names]
+        match entry.layout:
+            case Layout.QKV:
+                return self._interleave(parts)
+            case Layout.GATE_UP:
+                return torch.cat(parts)
+            case Layout.WHOLE:
+                return parts[0]
+
+    def split(self, parameter: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and tensors from a megatron tensor; contiguous, memory shared where it can be."""
+        entry = self._entry_of[parameter]
+        match entry.layout:
+            case Layout.QKV:
+                parts = self._deinterleave(tensor)
+            case Layout.GATE_UP:
+                parts = tensor.chunk(2)
+            case Layout.WHOLE:
+                parts = (tensor,)
+        yield from zip(entry.hf_names, parts, strict=True)
+
+    def _interleave(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        groups, width = self.shape.kv_heads, self.shape.head_dim
+        blocks = [part.reshape(groups, -1, width, *part.shape[1:]) for part in parts]
+        return torch.cat(blocks, dim=1).reshape(-1, *parts[0].shape[1:])
+
+    def _deinterleave(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        groups, width = self.shape.kv_heads, self.shape.head_dim
+        queries = self.shape.heads // groups
+        blocks = tensor.reshape(groups, queries + 2, width, *tensor.shape[1:])
+        parts = blocks.split([queries, 1, 1], dim=1)
+        return tuple(part.reshape(-1, *tensor.shape[1:]).contiguous() for part in parts)
+
+    def to_hf(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All HF tensors of the named megatron tensors, in the table's order."""
+        named = dict(tensors)
+        for parameter in self._entry_of:
+            yield from self.split(parameter, named[parameter])
+
+    def fill(
+        self, targets: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor], source: object
+    ) -> None:
+        """Copy HF tensors into ``targets`` (megatron name → tensor, filled in place, cast if needed).
+
+        Raises:
+            ModelDirectoryError: a tensor of another shape than the model's; names both.
+            PolicyError: the model has parameters that the table does not know, or the reverse.
+        """
+        if set(targets) != set(self._entry_of):
+            odd = sorted(set(targets) ^ set(self._entry_of))
+            raise PolicyError(f"megatron-core built other parameters than this table maps: {', '.join(odd)}")
+        with torch.no_grad():
+            for parameter, target in targets.items():
+                tensor = self._merge_checked(parameter, read, target.shape, source)
+                target.copy_(tensor)
+
+    def _merge_checked(
+        self, parameter: str, read: Callable[[str], torch.Tensor], expected: torch.Size, source: object
+    ) -> torch.Tensor:
+        names = ", ".join(self._entry_of[parameter].hf_names)
+        try:
+            tensor = self.merge(parameter, read)
+        except RuntimeError as error:
+            if isinstance(error, PolicyError):
+                raise
+            raise ModelDirectoryError(f"{source}: {names} do not fit the model's heads: {error}") from error
+        if tensor.shape != expected:
+            raise ModelDirectoryError(
+                f"{source}: {names} give shape {tuple(tensor.shape)}, the model needs {tuple(expected)}"
+            )
+        return tensor

@@ -1,0 +1,51 @@
+"""Everything of megatron-core that this package uses, imported once and without its greetings.
+
+The list is also the surface to check when megatron-core moves to a new version.
+
+Raises:
+    ImportError: megatron-core is missing; says which extra installs it.
+"""
+
+from __future__ import annotations
+
+from .quiet import quiet_megatron
+
+try:
+    with quiet_megatron():
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer.module import MegatronModule
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+except ImportError as error:
+    raise ImportError(
+        "MegatronPolicy needs megatron-core; install it with: pip install 'rl-policy-megatron[mcore]'"
+    ) from error
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "parallel_state",
+]

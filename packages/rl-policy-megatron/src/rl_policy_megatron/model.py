@@ -1,0 +1,135 @@
+"""Builds the megatron-core model of a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import cpu_adapter
+from .errors import ModelDirectoryError
+from .hf_config import ModelShape
+from .layers import block_spec
+from .mapping import WeightMap
+from .mcore import GPTModel, TransformerConfig
+from .quiet import quiet_megatron
+from .tensor_files import TensorDirectory
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class PolicyModel(GPTModel):
+    """megatron's GPTModel, which with ``labels`` ends at the hidden states.
+
+    Without labels it is the plain model: logits ``[B, S, V]``. With labels it returns the hidden
+    states after the final norm, ``[S, B, H]``: log-probabilities are computed from those in chunks,
+    so that logits of a whole batch never exist.
+    """
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: Any,
+        position_ids: Any,
+        labels: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if labels is not None:
+            return hidden_states
+        return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """``[V, H]``, the matrix that turns hidden states into logits."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_model(shape: ModelShape, dtype: torch.dtype) -> PolicyModel:
+    """A model on this process's device, in evaluation mode, its weights uninitialised."""
+    with quiet_megatron(), cpu_adapter.device_scope():
+        model = PolicyModel(
+            config=_transformer_config(shape, dtype),
+            transformer_layer_spec=block_spec(shape),
+            vocab_size=shape.vocabulary,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=shape.tied,
+            parallel_output=True,
+        )
+    device = cpu_adapter.device()
+    model.rotary_pos_emb.inv_freq = shape.rope.inverse_frequencies(shape.head_dim).to(device)
+    return model.to(device).eval()
+
+
+def load_weights(model: PolicyModel, weight_map: WeightMap, directory: Path) -> None:
+    """Fill the model from the safetensors of ``directory``.
+
+    Raises:
+        ModelDirectoryError: a tensor is missing, of the wrong shape, or one too many; or the head
+            differs from the embedding although config.json ties them.
+    """
+    tensors = TensorDirectory(directory)
+    surplus = {name for name in tensors.names if not name.endswith("rotary_emb.inv_freq")}
+    surplus -= set(weight_map.hf_names)
+    if weight_map.shape.tied and _HEAD in surplus:
+        surplus.remove(_HEAD)
+        if not torch.equal(tensors.read(_HEAD), tensors.read(_EMBEDDING)):
+            raise ModelDirectoryError(
+                f"{directory}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
+                "set tie_word_embeddings to false"
+            )
+    if surplus:
+        raise ModelDirectoryError(
+            f"{directory} holds tensors that a {weight_map.shape.model_type} model has not: "
+            f"{', '.join(sorted(surplus)[:5])}"
+        )
+    weight_map.fill(dict(model.named_parameters()), tensors.read, directory)
+
+
+def _transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        # A policy is scored under the distribution it was sampled from, so dropout is off.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights come from files: building must neither spend time nor draw random numbers.
+        use_cpu_initialization=True,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        # Micro-batch losses are shares of the global loss: gradients are summed, never averaged.
+        calculate_per_token_loss=True,
+        # The kernels behind these need Transformer Engine or Apex.
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        batch_p2p_comm=False,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _leave_as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,148 @@
+"""megatron's AdamW over one model: gradient buffers, one exact clipped step, portable state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import cpu_adapter
+from .errors import CheckpointError, NonFiniteGradientError
+from .mapping import WeightMap
+from .mcore import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronOptimizer,
+    OptimizerConfig,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
+from .model import PolicyModel
+from .quiet import quiet_megatron
+from .settings import OptimizerSettings
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master"
+
+
+def wrap_for_training(model: PolicyModel) -> DistributedDataParallel:
+    """The model behind megatron's float32 gradient buffers."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    with quiet_megatron(), cpu_adapter.device_scope():
+        return DistributedDataParallel(model.config, config, model)
+
+
+class PolicyOptimizer:
+    """AdamW as megatron builds it for the wrapped model.
+
+    bfloat16 parameters are updated through float32 master copies.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self._wrapped = wrapped
+        self._model: PolicyModel = wrapped.module
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.grad_clip,
+            bf16=self._model.config.bf16,
+            params_dtype=self._model.config.params_dtype,
+            use_distributed_optimizer=False,
+        )
+        with quiet_megatron(), cpu_adapter.device_scope():
+            self._megatron: MegatronOptimizer = get_megatron_optimizer(
+                config, [wrapped], use_gloo_process_groups=False
+            )
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._wrapped.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def step(self, learning_rate: float) -> float:
+        """One update from the accumulated gradients; returns their global L2 norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: the norm is NaN or inf; nothing was changed.
+        """
+        for group in self._megatron.param_groups:
+            group["lr"] = learning_rate * group["lr_mult"]
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+        with cpu_adapter.device_scope():
+            self._megatron.prepare_grads()
+            norm = float(self._megatron.get_grad_norm())
+            if not math.isfinite(norm):
+                raise NonFiniteGradientError(
+                    f"the gradient's norm is {norm}; the weights were not changed: look for inf or NaN in "
+                    "the batch's log-probabilities and advantages"
+                )
+            if self.settings.grad_clip > 0:
+                for part in self._megatron.chained_optimizers:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.grad_clip, norm)
+            self._megatron.step_with_ready_grads()
+        return norm
+
+    def weights_changed(self) -> None:
+        """Take over weights that were written from outside, where master copies exist."""
+        with cpu_adapter.device_scope():
+            self._megatron.reload_model_params()
+
+    def state(self, weight_map: WeightMap) -> tuple[int, dict[str, torch.Tensor]]:
+        """Number of updates made, and the float32 state as ``{kind}.{HF name}`` → tensor."""
+        steps = 0
+        tensors: dict[str, torch.Tensor] = {}
+        for parameter, weight in self._model.named_parameters():
+            main, inner = self._main(weight)
+            entry = inner.state.get(main, {})
+            kinds = {kind: entry[kind] for kind in _MOMENTS if kind in entry}
+            if main is not weight:
+                kinds[_MASTER] = main
+            for kind, tensor in kinds.items():
+                for name, part in weight_map.split(parameter, tensor.detach()):
+                    tensors[f"{kind}.{name}"] = part
+            if "step" in entry:
+                steps = int(entry["step"])
+        return steps, tensors
+
+    def set_state(
+        self, weight_map: WeightMap, steps: int, tensors: dict[str, torch.Tensor], source: object
+    ) -> None:
+        """Continue from what :meth:`state` returned.
+
+        Raises:
+            CheckpointError: a tensor is missing.
+        """
+
+        def reader(kind: str) -> Any:
+            def read(name: str) -> torch.Tensor:
+                try:
+                    return tensors[f"{kind}.{name}"]
+                except KeyError as error:
+                    raise CheckpointError(f"{source} lacks the optimizer tensor {kind}.{name}") from error
+
+            return read
+
+        for part in self._megatron.chained_optimizers:
+            part.optimizer.state.clear()
+        with torch.no_grad():
+            for parameter, weight in self._model.named_parameters():
+                main, inner = self._main(weight)
+                if main is not weight:
+                    main.copy_(weight_map.merge(parameter, reader(_MASTER)))
+                if steps:
+                    moments = {}
+                    for kind in _MOMENTS:
+                        moments[kind] = torch.empty_like(main)
+                        moments[kind].copy_(weight_map.merge(parameter, reader(kind)))
+                    inner.state[main] = {"step": torch.tensor(float(steps)), **moments}
+
+    def _main(self, weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        """The tensor that AdamW updates for a weight, and the AdamW that holds its state."""
+        main = getattr(weight, "main_param", weight)
+        return main, self._megatron.optimizer

@@ -1,0 +1,284 @@
+"""The policy: one megatron-core model that scores, learns, and is saved, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import cpu_adapter, runtime
+from .checkpoint import PolicyState, read_state, write_state
+from .errors import CheckpointError, ModelDirectoryError, RuntimeStateError
+from .export import publish_model
+from .hf_config import read_model_shape
+from .logits_view import HiddenStatesView
+from .mapping import WeightMap
+from .microbatch import Batch, check_batch, group_by_length
+from .model import PolicyModel, build_model, load_weights
+from .optimizer import PolicyOptimizer, wrap_for_training
+from .schedule import LossFunction, Schedule
+from .settings import OptimizerSettings, PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """Name (HF layout), shape and type of one tensor of :meth:`MegatronPolicy.stream_weights`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MegatronPolicy:
+    """A language model trained with megatron-core, on this process's GPU or on the CPU.
+
+    Several policies can live in one process. A policy is not safe for use from several threads.
+
+    Args:
+        model_directory: in Hugging Face format: config.json and safetensors; ``llama``, ``qwen2``
+            and ``qwen3``, dense, with tied or untied embeddings.
+        settings: how it computes.
+        optimizer: how it learns.
+
+    Raises:
+        ModelDirectoryError: the directory is incomplete or contradicts itself.
+        UnsupportedModelError: the model is of a type, or uses an option, that is not supported.
+        RuntimeStateError: torch.distributed already spans several processes.
+    """
+
+    def __init__(
+        self,
+        model_directory: Path | str,
+        settings: PolicySettings | None = None,
+        optimizer: OptimizerSettings | None = None,
+    ) -> None:
+        self.settings = settings or PolicySettings()
+        self.model_directory = Path(model_directory)
+        shape = read_model_shape(self.model_directory)
+        self._weight_map = WeightMap(shape)
+        self._dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self._closed = True
+        runtime.acquire()
+        try:
+            self._model = build_model(shape, self._dtype)
+            load_weights(self._model, self._weight_map, self.model_directory)
+            self._wrapped = wrap_for_training(self._model)
+            self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings())
+            self._schedule = Schedule(self._model, self.settings)
+            self._random = runtime.RandomStream(self.settings.seed)
+        except BaseException:
+            runtime.release()
+            raise
+        self._reference: PolicyModel | None = None
+        self._closed = False
+
+    @property
+    def model(self) -> PolicyModel:
+        """megatron's GPTModel, in evaluation mode between calls; an engine may generate with it."""
+        self._require_open()
+        return self._model
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights; tied embeddings count once."""
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """``[B, S]`` float32 log-probabilities, on the CPU, under the current weights and the temperature.
+
+        Entry ``[b, i]`` scores token ``i`` of row ``b`` given the tokens before it; column 0 and
+        padding are 0.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+        """
+        self._require_open()
+        return self._score(self._schedule, batch)
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """As :meth:`logprobs`, under the weights that :meth:`keep_reference` froze.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+            RuntimeStateError: no reference is kept.
+        """
+        self._require_open()
+        if self._reference is None:
+            raise RuntimeStateError("no reference weights are kept; call keep_reference() before training")
+        return self._score(Schedule(self._reference, self.settings), batch)
+
+    def keep_reference(self) -> None:
+        """Freeze a copy of the current weights for :meth:`reference_logprobs`; replaces an earlier one."""
+        self._set_reference(dict(self.stream_weights()))
+
+    def token_logits(self, batch: Batch) -> torch.Tensor:
+        """``[B, S, V]`` float32 logits on the CPU, untempered; ``[b, i]`` predicts token ``i + 1``.
+
+        Entries at padding are 0. Holds all logits at once: for comparisons, not for training.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+        """
+        check_batch(batch, self._weight_map.shape.vocabulary)
+        device = cpu_adapter.device()
+        ids, lengths = batch.input_ids.to(device), batch.lengths.to(device)
+        positions = torch.arange(ids.size(1), device=device).expand_as(ids)
+        padding = positions >= lengths[:, None]
+        with torch.no_grad():
+            logits = self.model(ids.masked_fill(padding, 0), positions, None).float()
+        return logits.masked_fill_(padding[:, :, None], 0).cpu()
+
+    def train(self, batch: Batch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
+        """One optimizer update over the whole batch.
+
+        Losses and gradients of micro-batches are added, because each loss is its share of the
+        global loss. A batch without rows changes nothing. Whatever happens, the mode, the random
+        state of the process and the gradients are left as they were.
+
+        Returns:
+            The loss function's merged metrics, ``loss``, and ``grad_norm`` before clipping.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+            LossError: the loss is not a finite scalar.
+            NonFiniteGradientError: the gradient is not finite; the weights were not changed.
+        """
+        self._require_open()
+        if not 0 <= learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate}")
+        micro_batches = [batch.select(rows) for rows in self._rows(batch)]
+        if not micro_batches:
+            return {"loss": 0.0, "grad_norm": 0.0}
+        self._optimizer.zero_grad()
+        try:
+            with self._random.scope():
+                totals = self._schedule.accumulate(self._wrapped, micro_batches, loss_fn)
+            grad_norm = self._optimizer.step(learning_rate)
+        finally:
+            self._optimizer.zero_grad()
+        metrics = {name: metric.value() for name, metric in totals.metrics.items()}
+        return {**metrics, "loss": totals.loss, "grad_norm": grad_norm}
+
+    def reset_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start the optimizer afresh, without moments, under new settings; weights stay."""
+        self._require_open()
+        self._optimizer = PolicyOptimizer(self._wrapped, settings)
+
+    def prepare_for_training(self) -> None:
+        """Nothing to do while model and optimizer share one memory; part of the policy's contract."""
+        self._require_open()
+
+    def prepare_for_inference(self) -> None:
+        """Leave the model ready to generate with: evaluation mode and no gradients."""
+        self._require_open()
+        self._optimizer.zero_grad()
+        self._model.eval()
+
+    def refit_spec(self) -> tuple[WeightSpec, ...]:
+        """What :meth:`stream_weights` yields, in its order."""
+        return tuple(
+            WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.stream_weights()
+        )
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and tensors, in the policy's type and on its device; a tied head is not repeated.
+
+        Tensors may share memory with the model: read them before the next update, never write.
+        """
+        named = ((name, weight.detach()) for name, weight in self.model.named_parameters())
+        yield from self._weight_map.to_hf(named)
+
+    def export_hf(self, directory: Path | str) -> None:
+        """Write a Hugging Face model directory: weights, config.json, and the source's tokenizer files.
+
+        Raises:
+            CheckpointError: the directory exists and is not empty.
+        """
+        publish_model(Path(directory), self.model_directory, self.stream_weights(), self._dtype)
+
+    def save(self, directory: Path | str) -> None:
+        """Write weights, optimizer, reference and random state into an empty or new directory.
+
+        Raises:
+            CheckpointError: the directory is not empty or cannot be written.
+        """
+        steps, optimizer = self._optimizer.state(self._weight_map)
+        state = PolicyState(
+            weights=dict(self.stream_weights()),
+            optimizer=optimizer,
+            random=self._random.state(),
+            reference=None if self._reference is None else dict(self._hf_weights(self._reference)),
+            steps=steps,
+            optimizer_settings=self._optimizer.settings,
+        )
+        write_state(Path(directory), state, self._weight_map.shape, self.settings.dtype)
+
+    def load(self, directory: Path | str) -> None:
+        """Become what :meth:`save` wrote, optimizer settings and reference included.
+
+        Raises:
+            CheckpointError: incomplete, broken, or of another model or type; the policy may then
+                hold a mixture and must not be used further unless the message says what is missing
+                before anything was read.
+        """
+        self._require_open()
+        state = read_state(Path(directory), self._weight_map.shape, self.settings.dtype)
+        self._fill(self._model, state.weights, directory)
+        self.reset_optimizer(state.optimizer_settings)
+        self._optimizer.set_state(self._weight_map, state.steps, state.optimizer, directory)
+        self._random.set_state(state.random)
+        self._reference = None
+        if state.reference is not None:
+            self._set_reference(state.reference)
+
+    def shutdown(self) -> None:
+        """Release memory and, with the last policy, what was set up for the process; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        del self._model, self._wrapped, self._optimizer, self._schedule
+        self._reference = None
+        runtime.release()
+
+    def __enter__(self) -> MegatronPolicy:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeStateError("this policy was shut down; make a new one")
+
+    def _rows(self, batch: Batch) -> list[list[int]]:
+        check_batch(batch, self._weight_map.shape.vocabulary)
+        return group_by_length(batch.lengths, self.settings.micro_batch_size)
+
+    def _score(self, schedule: Schedule, batch: Batch) -> torch.Tensor:
+        groups = self._rows(batch)
+        result = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+        if groups:
+            scores = schedule.score([batch.select(rows) for rows in groups], HiddenStatesView.logprobs)
+            for rows, score in zip(groups, scores, strict=True):
+                result[rows, : score.size(1)] = score.cpu()
+        return result
+
+    def _set_reference(self, weights: dict[str, torch.Tensor]) -> None:
+        reference = build_model(self._weight_map.shape, self._dtype)
+        self._fill(reference, weights, "the reference weights")
+        self._reference = reference.requires_grad_(False)
+
+    def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._weight_map.to_hf((name, weight.detach()) for name, weight in model.named_parameters())
+
+    def _fill(self, model: PolicyModel, weights: dict[str, torch.Tensor], source: object) -> None:
+        missing = set(self._weight_map.hf_names) - set(weights)
+        if missing:
+            raise CheckpointError(f"{source} lacks the tensors {', '.join(sorted(missing)[:5])}")
+        try:
+            self._weight_map.fill(dict(model.named_parameters()), weights.__getitem__, source)
+        except ModelDirectoryError as error:
+            raise CheckpointError(str(error)) from error

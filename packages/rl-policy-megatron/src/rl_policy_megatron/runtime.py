@@ -1,0 +1,146 @@
+"""The process-wide state that megatron-core needs, shared by all policies of a process.
+
+torch.distributed and megatron's parallel groups exist once per process. The first policy makes
+what is not there yet, the last one to be released takes down exactly what was made here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from . import cpu_adapter
+from .errors import RuntimeStateError
+from .mcore import parallel_state
+from .quiet import quiet_megatron
+
+_holders = 0
+_made_process_group = False
+_made_parallel_groups = False
+
+
+def acquire() -> None:
+    """Make the process ready for one more policy; pair with :func:`release`.
+
+    Raises:
+        RuntimeStateError: torch.distributed runs over several processes, or megatron over several
+            ranks; this version trains in one.
+    """
+    global _holders, _made_process_group, _made_parallel_groups
+    if dist.is_initialized() and dist.get_world_size() != 1:
+        raise RuntimeStateError(
+            f"torch.distributed spans {dist.get_world_size()} processes; "
+            "MegatronPolicy trains in one: make it in a process of its own"
+        )
+    cpu_adapter.install()
+    try:
+        with quiet_megatron():
+            if not dist.is_initialized():
+                with _gloo_on_loopback():
+                    _initialize_process_group()
+                _made_process_group = True
+            if not parallel_state.is_initialized():
+                with _gloo_on_loopback():
+                    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+                _made_parallel_groups = True
+    except BaseException:
+        cpu_adapter.uninstall()
+        if _holders == 0:
+            _take_down()
+        raise
+    _holders += 1
+
+
+def release() -> None:
+    """Undo one :func:`acquire`; the last one takes down what was made."""
+    global _holders
+    if _holders == 0:
+        return
+    _holders -= 1
+    if _holders == 0:
+        _take_down()
+    cpu_adapter.uninstall()
+
+
+def _initialize_process_group() -> None:
+    # An in-process store: one process has nobody to meet, so no rendezvous port is opened.
+    backend = "gloo" if cpu_adapter.active() else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _take_down() -> None:
+    global _made_process_group, _made_parallel_groups
+    if _made_parallel_groups:
+        parallel_state.destroy_model_parallel()
+        _made_parallel_groups = False
+    if _made_process_group:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _made_process_group = False
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """gloo opens listening sockets even for one process; keep them off the network."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or sys.platform != "linux":
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+class RandomStream:
+    """A random state of its own, so that neither the policy nor its caller disturbs the other."""
+
+    def __init__(self, seed: int) -> None:
+        with self._keeping_outer_state():
+            torch.manual_seed(seed)
+            self._state = self._current()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within the scope torch draws from this stream; the outer state is back afterwards."""
+        with self._keeping_outer_state():
+            self._restore(self._state)
+            try:
+                yield
+            finally:
+                self._state = self._current()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Generator states by device type, as byte tensors."""
+        return dict(self._state)
+
+    def set_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Continue from what :meth:`state` returned; states of absent devices are ignored."""
+        self._state = {**self._state, **{name: value for name, value in state.items() if name in self._state}}
+
+    @contextmanager
+    def _keeping_outer_state(self) -> Iterator[None]:
+        outer = self._current()
+        try:
+            yield
+        finally:
+            self._restore(outer)
+
+    @staticmethod
+    def _current() -> dict[str, torch.Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    @staticmethod
+    def _restore(state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,167 @@
+"""Micro-batches through megatron's own schedule: once for scores, once for gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from . import cpu_adapter
+from .errors import LossError
+from .logits_view import HiddenStatesView
+from .mcore import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
+from .microbatch import Batch, TokenLayout
+from .model import PolicyModel
+from .settings import PolicySettings
+
+T = TypeVar("T")
+
+
+class Metric(Protocol):
+    """A number that survives micro-batching because it carries its own denominator."""
+
+    def merge(self, other: Any) -> Any: ...
+
+    def value(self) -> float: ...
+
+
+class LossFunction(Protocol):
+    """``loss_fn(logits, batch) -> (loss, metrics)``, the loss being a share of the global loss."""
+
+    def __call__(self, logits: Any, batch: Any) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the micro-batches of one update add up to."""
+
+    loss: float = 0.0
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def add(self, loss: float, metrics: Mapping[str, Metric]) -> None:
+        self.loss += loss
+        for name, metric in metrics.items():
+            known = self.metrics.get(name)
+            self.metrics[name] = metric if known is None else known.merge(metric)
+
+
+class Schedule:
+    """Runs micro-batches of one model; leaves its mode and configuration as they were."""
+
+    def __init__(self, model: PolicyModel, settings: PolicySettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._device = cpu_adapter.device()
+
+    def score(self, batches: Sequence[Batch], read: Callable[[HiddenStatesView], T]) -> list[T]:
+        """``read(view)`` of every micro-batch, without gradients."""
+        with torch.no_grad(), _mode(self._model, training=False):
+            return self._run(self._model, batches, lambda view, _batch: read(view), forward_only=True)
+
+    def accumulate(
+        self, wrapped: DistributedDataParallel, batches: Sequence[Batch], loss_fn: LossFunction
+    ) -> Totals:
+        """Add every micro-batch's gradient to the wrapped model's buffers.
+
+        Raises:
+            LossError: the loss is not a scalar, or not finite.
+        """
+        config = self._model.config
+        totals = Totals()
+
+        def share(view: HiddenStatesView, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, None]:
+            loss, metrics = loss_fn(view, batch)
+            totals.add(_checked(loss), metrics)
+            return loss, torch.zeros((), dtype=torch.int), None
+
+        config.no_sync_func = wrapped.no_sync
+        config.finalize_model_grads_func = _finalize_without_scaling
+        try:
+            with torch.enable_grad(), _mode(self._model, training=True):
+                self._run(wrapped, batches, share, forward_only=False)
+        finally:
+            config.no_sync_func = config.finalize_model_grads_func = None
+        return totals
+
+    def _run(
+        self,
+        model: PolicyModel | DistributedDataParallel,
+        batches: Sequence[Batch],
+        consume: Callable[[HiddenStatesView, Batch], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        def forward_step(
+            iterator: Iterator[Batch], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            with cpu_adapter.outside_device_scope():
+                batch = next(iterator)
+                layout = TokenLayout.of(batch, self._device)
+                hidden = self._hidden_states(chunk, layout)
+            return hidden, partial(finish, batch, layout)
+
+        def finish(
+            batch: Batch, layout: TokenLayout, hidden: torch.Tensor, non_loss_data: bool = False
+        ) -> Any:
+            with cpu_adapter.outside_device_scope():
+                return consume(self._view(hidden, layout), batch)
+
+        with cpu_adapter.device_scope():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=[model],
+                num_microbatches=len(batches),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _hidden_states(self, model: torch.nn.Module, layout: TokenLayout) -> torch.Tensor:
+        ids = layout.model_input
+        if layout.token_ids.numel() == 0:
+            return self._model.head_weight.new_zeros((0, ids.size(0), self._model.config.hidden_size))
+        positions = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+        return model(ids, positions, None, labels=ids)
+
+    def _view(self, hidden: torch.Tensor, layout: TokenLayout) -> HiddenStatesView:
+        return HiddenStatesView(
+            hidden,
+            self._model.head_weight,
+            layout,
+            temperature=self._settings.temperature,
+            chunk_tokens=self._settings.logprob_chunk_tokens,
+        )
+
+
+def _checked(loss: torch.Tensor) -> float:
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise LossError(f"a loss function must return a floating-point scalar tensor, got {shape}")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise LossError(
+            f"the loss is {value}; look for inf or NaN in the batch's log-probabilities and advantages"
+        )
+    return value
+
+
+def _finalize_without_scaling(model: list[Any], _num_tokens: Any = None, **groups: Any) -> None:
+    """megatron's gradient reduction, less its division: losses are already shares of the global loss."""
+    finalize_model_grads(model, None, **groups)
+
+
+@contextmanager
+def _mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)

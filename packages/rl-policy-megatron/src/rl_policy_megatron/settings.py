@@ -1,0 +1,77 @@
+"""How a policy computes and how it learns, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """How a policy computes.
+
+    Attributes:
+        dtype: of weights and activations. Log-probabilities, gradients and optimizer state are
+            always float32. On CPUs ``bfloat16`` is several times slower than ``float32``.
+        micro_batch_size: rows that go through the model at once, ≥ 1. Rows are grouped by length,
+            so results do not depend on it beyond rounding, only memory and speed do.
+        logprob_chunk_tokens: tokens whose logits exist at one time, ≥ 1: memory for logits is this
+            times the vocabulary times 4 bytes, whatever the batch.
+        temperature: > 0; log-probabilities and entropies are those of ``softmax(logits / temperature)``,
+            the distribution that the rollouts were sampled from.
+        seed: of the policy's own random stream, which only a loss function that draws can consume.
+
+    Raises:
+        ValueError: a value outside its range, naming it.
+    """
+
+    dtype: DType = "float32"
+    micro_batch_size: int = 32
+    logprob_chunk_tokens: int = 512
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {self.micro_batch_size}")
+        if self.logprob_chunk_tokens < 1:
+            raise ValueError(f"logprob_chunk_tokens must be at least 1, got {self.logprob_chunk_tokens}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW with decoupled weight decay; the learning rate comes with every update.
+
+    Attributes:
+        betas: decay of the two moments, each in [0, 1).
+        eps: > 0, added to the root of the second moment.
+        weight_decay: ≥ 0, applied to matrices (embeddings included), never to norms and biases.
+        grad_clip: largest global L2 norm of the gradient; 0 turns clipping off.
+
+    Raises:
+        ValueError: a value outside its range, naming it.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        if not 0 < self.eps < math.inf:
+            raise ValueError(f"eps must be a finite number > 0, got {self.eps}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be a finite number >= 0, got {self.weight_decay}")
+        if not 0 <= self.grad_clip < math.inf:
+            raise ValueError(f"grad_clip must be a finite number >= 0 (0 turns it off), got {self.grad_clip}")

@@ -1,0 +1,128 @@
+"""Named tensors on disk: safetensors files, alone or in shards with an index, durable once written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .errors import ModelDirectoryError
+from .hf_config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class TensorDirectory:
+    """The safetensors of an HF-format directory, read one tensor at a time.
+
+    Raises:
+        ModelDirectoryError: no weights, a broken file, or an index that points outside the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, Path]:
+        index = self._directory / INDEX_FILE
+        if not index.exists():
+            single = self._directory / SINGLE_FILE
+            if not single.exists():
+                raise ModelDirectoryError(
+                    f"{self._directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                    "save the model in safetensors format"
+                )
+            return {name: single for name in tensor_names(single)}
+        file_names: dict[str, str] = read_json(index).get("weight_map", {})
+        for file_name in set(file_names.values()):
+            if Path(file_name).name != file_name or not (self._directory / file_name).is_file():
+                raise ModelDirectoryError(f"{index} names the file {file_name!r}, which is not beside it")
+        return {name: self._directory / file_name for name, file_name in file_names.items()}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in the type it was stored in.
+
+        Raises:
+            ModelDirectoryError: there is no such tensor.
+        """
+        path = self._file_of.get(name)
+        if path is None:
+            raise ModelDirectoryError(
+                f"{self._directory} holds no tensor {name!r}, which its config.json implies"
+            )
+        with _open(path) as file:
+            return file.get_tensor(name)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ModelDirectoryError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of the tensors in one file."""
+    with _open(path) as file:
+        return list(file.keys())
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of one file, on the CPU."""
+    with _open(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """One safetensors file, on disk when this returns."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, path, metadata={"format": "pt"})
+    sync_path(path)
+
+
+def write_sharded(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> None:
+    """Weights as HF expects them: one file if they fit, else numbered files and an index."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    sizes = [0]
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and sizes[-1] + size > max_shard_bytes:
+            shards.append({})
+            sizes.append(0)
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        sizes[-1] += size
+    if len(shards) == 1:
+        write_tensors(directory / SINGLE_FILE, shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(directory / file_name, shard)
+        weight_map.update(dict.fromkeys(shard, file_name))
+    write_json(directory / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """One JSON file, on disk when this returns."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

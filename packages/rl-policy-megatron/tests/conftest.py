@@ -1,0 +1,99 @@
+"""Tiny random models made on the spot, in Hugging Face format, and batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+VOCABULARY = 61
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 256,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Small, so that sequences of the tests reach the stretched frequencies.
+    "original_max_position_embeddings": 16,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3-tied": lambda: Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
+    "qwen3-untied": lambda: Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=False),
+    "qwen2-tied": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**_SMALL),
+    "llama3-rope": lambda: LlamaConfig(**_SMALL, rope_scaling=dict(_LLAMA3_ROPE)),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch with a mask and global denominator, as a loss needs it."""
+
+    input_ids: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+    denominator: float
+
+    def select(self, rows: Sequence[int]) -> Rows:
+        picked = list(rows)
+        width = int(self.lengths[picked].max()) if picked else 0
+        return replace(
+            self,
+            input_ids=self.input_ids[picked, :width],
+            lengths=self.lengths[picked],
+            mask=self.mask[picked, :width],
+        )
+
+
+def make_rows(lengths: Sequence[int], seed: int = 0, width: int | None = None, padding: int = 0) -> Rows:
+    """Random tokens; the mask covers every predicted token."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    columns = width or int(sizes.max())
+    ids = torch.randint(0, VOCABULARY, (len(sizes), columns), generator=generator)
+    places = torch.arange(columns)
+    ids[places >= sizes[:, None]] = padding
+    mask = (places > 0) & (places < sizes[:, None])
+    return Rows(ids, sizes, mask.float(), float(mask.sum()))
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """``model_of(kind)`` → model directory and the same model in transformers, float32."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(kind: str) -> tuple[Path, PreTrainedModel]:
+        if kind not in made:
+            torch.manual_seed(1)
+            transformers.utils.logging.disable_progress_bar()
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    # Norms and biases are ones and zeros when new, which would hide a mix-up.
+                    if "norm" in name:
+                        weight.add_(0.1 * torch.randn_like(weight))
+                    elif name.endswith("bias"):
+                        weight.copy_(0.1 * torch.randn_like(weight))
+            directory = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(directory)
+            made[kind] = directory, model
+        return made[kind]
+
+    return make
