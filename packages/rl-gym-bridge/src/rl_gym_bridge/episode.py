@@ -186,15 +186,17 @@ def _offered_tools(row: GymRow, environment: LocalEnvironment) -> dict[str, Tool
     listed = row.responses_create_params.get("tools")
     if listed is None:
         return tools
-    names = [item.get("name") if isinstance(item, Mapping) else item for item in listed]
-    for name in names:
-        if name not in tools:
+    offered: dict[str, Tool] = {}
+    for item in listed:
+        name = item.get("name") if isinstance(item, Mapping) else None
+        if not isinstance(name, str) or name not in tools:
             raise DatasetError(
                 f"it offers {name!r}, which the environment does not have",
                 field="responses_create_params.tools",
                 remedy=f"offer some of: {', '.join(tools) or 'no tools'}",
             )
-    return {name: tools[name] for name in names}
+        offered[name] = tools[name]
+    return offered
 
 
 def _as_verdict(value: float | Verdict | None) -> Verdict:

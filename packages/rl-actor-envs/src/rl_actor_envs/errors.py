@@ -1,0 +1,27 @@
+"""What can be wrong with an actor's environment."""
+
+from __future__ import annotations
+
+
+class ActorEnvironmentError(RuntimeError):
+    """An actor whose environment cannot be determined or used; names the actor and the remedy.
+
+    Attributes:
+        actor: fully qualified name of the actor, empty where the fault concerns all of them.
+    """
+
+    def __init__(self, message: str, *, actor: str = "") -> None:
+        super().__init__(message)
+        self.actor = actor
+
+
+class UnknownActorError(ActorEnvironmentError):
+    """An actor that neither the table nor a registration knows."""
+
+
+class UndeclaredExtraError(ActorEnvironmentError):
+    """An actor that asks for an extra which the container does not declare."""
+
+
+class MissingEnvironmentError(ActorEnvironmentError):
+    """An environment that has not been built, or not to its end."""
