@@ -1,0 +1,32 @@
+"""The one error of configuration, and the hints it carries."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line: the key, the fault and the remedy."""
+
+
+def closest_path(unknown: str, known: Iterable[str]) -> str | None:
+    """The known dotted path that ``unknown`` was most likely meant to be, or ``None``.
+
+    The same last name elsewhere in the tree wins over a similar spelling: a setting put one level
+    too high or too low is the commonest slip.
+    """
+    paths = list(known)
+    parent, _, leaf = unknown.rpartition(".")
+    same_leaf = [path for path in paths if path.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return min(same_leaf, key=lambda path: (not path.startswith(f"{parent}."), len(path), path))
+    siblings = [path for path in paths if path.rpartition(".")[0] == parent]
+    close = difflib.get_close_matches(unknown, siblings, n=1, cutoff=0.7) or difflib.get_close_matches(
+        unknown, paths, n=1, cutoff=0.7
+    )
+    if close:
+        return close[0]
+    leaves = {path.rpartition(".")[2]: path for path in paths}
+    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    return leaves[near[0]] if near else None

@@ -1,0 +1,114 @@
+"""From a recipe and ``key=value`` words to a validated configuration."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import ConfigError, closest_path
+from .sections import RunConfig
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML recipe, apply the overrides in order and validate the whole.
+
+    Args:
+        recipe: a YAML file, or ``None`` for defaults alone.
+        overrides: words ``dotted.key=value``; the value is read as YAML.
+
+    Raises:
+        ConfigError: the file, a key or a value cannot be used.
+    """
+    values = _read_yaml(recipe) if recipe is not None else {}
+    for word in overrides:
+        _apply_override(values, word)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        items = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        raise ConfigError("; ".join(_explain(item) for item in items)) from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration, defaults included, as YAML that :func:`load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def known_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted path of the configuration, sections included."""
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path
+        section = _section_of(field.annotation)
+        if section is not None:
+            yield from known_paths(section, f"{path}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"recipe {path} does not exist; give the path of a YAML file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"recipe {path} is not YAML: {where}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe {path} must hold a mapping of sections, not a {type(values).__name__}")
+    return values
+
+
+def _apply_override(values: dict[str, Any], word: str) -> None:
+    key, equals, text = word.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{word!r} is not an override; write key=value, such as algorithm.steps=10")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: the value {text!r} is not YAML; quote it") from error
+    target = values
+    *parents, leaf = key.split(".")
+    for depth, parent in enumerate(parents):
+        inner = target.get(parent)
+        if inner is None:
+            inner = target[parent] = {}
+        elif not isinstance(inner, dict):
+            path = ".".join(parents[: depth + 1])
+            raise ConfigError(f"{key}: {path} is a value, not a section; it has no keys below it")
+        target = inner
+    target[leaf] = value
+
+
+def _explain(item: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        hint = closest_path(path, known_paths())
+        remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
+        return f"{path} is not a setting; {remedy}"
+    given = item.get("input")
+    message = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if item["type"] == "value_error" or isinstance(given, Mapping | BaseModel):
+        return f"{path}: {message}"
+    return f"{path}={given!r}: {message}"

@@ -1,0 +1,125 @@
+"""Demonstrations for the supervised warm start, written by rules from a row's own data.
+
+Each maker knows a long way and a short one. The long way reaches the right answer by steps that a
+small model can learn; the short way states the answer at once, which it cannot. A policy that was
+shown mostly the short way last starts out wrong, and can find the long way by reinforcement.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from rl_gym_bridge.dataset import GymRow
+
+from .config.errors import ConfigError
+from .conversation import ConversationTokenizer, Message
+
+Reply = Callable[[GymRow], Sequence[Message]]
+
+
+def demonstrate(
+    maker: str, row: GymRow, share: float, rng: random.Random, conversation: ConversationTokenizer
+) -> tuple[list[int], list[int]]:
+    """Token ids of one demonstration and a mask with 1 on what the assistant says.
+
+    Args:
+        maker: a key of :data:`MAKERS`.
+        row: the problem.
+        share: probability of the long way.
+        rng: decides.
+        conversation: the tokenizer.
+    """
+    long_way, short_way = MAKERS[maker]
+    reply = long_way(row) if rng.random() < share else short_way(row)
+    messages: list[Message] = list(row.messages)
+    ids: list[int] = list(conversation.prompt(messages))
+    mask = [0] * len(ids)
+    for position, message in enumerate(reply):
+        messages.append(message)
+        if message["role"] != "assistant":
+            continue
+        if position:
+            between = conversation.continuation(messages[:-1], ids[-1])
+            ids += between
+            mask += [0] * len(between)
+        said = conversation.answer(message["content"])
+        ids += said
+        mask += [1] * len(said)
+    return ids, mask
+
+
+def check_maker(maker: str, row: GymRow) -> None:
+    """Refuse a maker that does not exist or cannot demonstrate this kind of row.
+
+    Raises:
+        ConfigError: as said, with the remedy.
+    """
+    if maker not in MAKERS:
+        close = get_close_matches(maker, MAKERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(MAKERS)}"
+        raise ConfigError(f"warm_start.demonstrations={maker!r} does not exist; {hint}")
+    try:
+        for way in MAKERS[maker]:
+            way(row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"warm_start.demonstrations={maker}: cannot demonstrate row {row.row_id}: {error}; "
+            "set warm_start.steps=0 or use rows that it knows"
+        ) from error
+
+
+def tokenizer_texts() -> list[str]:
+    """Words that the recipes' conversations consist of: what a tokenizer made on the spot learns from."""
+    call = json.dumps({"name": "calculator", "arguments": {"expression": ""}})
+    return ["user\nassistant\nsystem\ntool\n", "Calculate  .", "What is  ?", call, call, call]
+
+
+def _say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _answer_at_once(row: GymRow) -> Sequence[Message]:
+    return [_say(str(row.verifier["answer"]))]
+
+
+def _terms(row: GymRow) -> tuple[str, str, str]:
+    metadata: Mapping[str, Any] = row.verifier["metadata"]
+    match = re.fullmatch(r"(\d+) ?([-+*]) ?(\d+)", str(metadata["expression"]))
+    if match is None:
+        raise ValueError(f"its expression {metadata['expression']!r} is not two numbers and one of + - *")
+    return match[1], match[2], match[3]
+
+
+def _think_by_digits(row: GymRow) -> Sequence[Message]:
+    left, operator, right = _terms(row)
+    if operator != "+":
+        raise ValueError(f"its operator is {operator}, only additions are thought through")
+    width = max(len(left), len(right))
+    carry, steps = 0, []
+    for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):
+        total = int(a) + int(b) + carry
+        steps.append(f"{a}+{b}+{carry}={total}")
+        carry = total // 10
+    return [_say(f"<think>{','.join(steps)}</think>{row.verifier['answer']}")]
+
+
+def _call_the_calculator(row: GymRow) -> Sequence[Message]:
+    left, operator, right = _terms(row)
+    call = json.dumps({"name": "calculator", "arguments": {"expression": f"{left}{operator}{right}"}})
+    answer = str(row.verifier["answer"])
+    return [
+        _say(f"<tool_call>\n{call}\n</tool_call>"),
+        {"role": "tool", "content": answer},
+        _say(answer),
+    ]
+
+
+MAKERS: Mapping[str, tuple[Reply, Reply]] = {
+    "addition": (_think_by_digits, _answer_at_once),
+    "calculator": (_call_the_calculator, _answer_at_once),
+}

@@ -1,0 +1,42 @@
+"""Ctrl-C asks a run to stop at the next safe point; a second one stops it at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+
+class StopRequest:
+    """Catches SIGINT and SIGTERM inside its block and remembers that the run should stop.
+
+    Args:
+        on_request: told the signal's name once, at the first signal.
+    """
+
+    def __init__(self, on_request: Callable[[str], None]) -> None:
+        self._on_request = on_request
+        self._previous: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
+        self.signal_number: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal_number is not None
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.signal_number = number
+        self._on_request(signal.Signals(number).name)

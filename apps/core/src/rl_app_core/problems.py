@@ -1,0 +1,133 @@
+"""Rows to train on and rows to be measured on, disjoint by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_gym_bridge.dataset import DatasetError, GymRow, load_rows
+
+from .config.errors import ConfigError
+from .config.sections import Data, TrainData
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Distinct rows; no content appears in both tuples."""
+
+    train: tuple[GymRow, ...]
+    held_out: tuple[GymRow, ...]
+
+
+def load_problems(data: Data, environment: str) -> Problems:
+    """Rows of the generator or the files, split by a hash of what the policy is shown.
+
+    The split depends on nothing but the content: not on the run's seed, the batch or the number of
+    rollouts.
+
+    Args:
+        data: the configuration's section.
+        environment: name of the environment that generated rows are played in.
+
+    Raises:
+        ConfigError: a file, the generator or one of its options cannot be used, or a side is empty.
+    """
+    rows = _distinct(_source(data.train, environment))
+    if data.held_out.path is not None:
+        held_out = _distinct(_read(data.held_out.path, "data.held_out.path"))
+        shared = sorted(set(rows) & set(held_out))
+        if shared:
+            raise ConfigError(
+                f"data.held_out.path: {len(shared)} of its problems are also in data.train, the first being "
+                f"row {held_out[shared[0]].row_id}; remove them from one side"
+            )
+        train = rows
+    else:
+        held_out = {key: row for key, row in rows.items() if _position(key) < data.held_out.share}
+        train = {key: row for key, row in rows.items() if key not in held_out}
+    if not train or not held_out:
+        empty = "training" if not train else "held-out"
+        raise ConfigError(
+            f"data: no {empty} problem is left of {len(rows)}; give more rows or change held_out.share"
+        )
+    measured = sorted(held_out)[: data.held_out.size]
+    return Problems(tuple(train.values()), tuple(held_out[key] for key in measured))
+
+
+def _source(train: TrainData, environment: str) -> Iterator[GymRow]:
+    if train.path is not None:
+        return iter(_read(train.path, "data.train.path"))
+    return _generate(train, environment)
+
+
+def _read(path: Path, key: str) -> list[GymRow]:
+    try:
+        return load_rows(path)
+    except DatasetError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _generate(train: TrainData, environment: str) -> Iterator[GymRow]:
+    with warnings.catch_warnings():
+        # One of the library's dependencies compares strings by identity; not ours to show.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    name = str(train.dataset_name)
+    if name not in DATASETS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see the library's list"
+        raise ConfigError(f"data.train.dataset_name={name!r} is not a generator of reasoning-gym; {hint}")
+    try:
+        items = reasoning_gym.create_dataset(name, size=train.size, seed=train.seed, **train.options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"data.train.options: {name} refuses them: {error}") from error
+    for index in range(train.size):
+        item = items[index]
+        prompt = _prompt(train.prompt, item)
+        yield GymRow.from_mapping(
+            {
+                "responses_create_params": {"input": [{"role": "user", "content": prompt}]},
+                "agent_ref": {"type": "responses_api_agents", "name": environment},
+                "answer": item["answer"],
+                "metadata": item["metadata"],
+                "row_id": hashlib.sha256(prompt.encode()).hexdigest()[:16],
+            }
+        )
+
+
+def _prompt(template: str, item: Mapping[str, Any]) -> str:
+    fields = {key: value for key, value in item["metadata"].items() if isinstance(value, str | int | float)}
+    fields["question"] = item["question"]
+    try:
+        return template.format_map(fields)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"data.train.prompt={template!r}: {error}; the fields are {', '.join(sorted(fields))}"
+        ) from error
+
+
+def _distinct(rows: Iterator[GymRow] | list[GymRow]) -> dict[str, GymRow]:
+    distinct: dict[str, GymRow] = {}
+    for row in rows:
+        distinct.setdefault(_content(row), row)
+    return distinct
+
+
+def _content(row: GymRow) -> str:
+    """A hash of everything that the policy is shown, as hexadecimal digits."""
+    shown = json.dumps(
+        row.to_mapping()["responses_create_params"]["input"], sort_keys=True, ensure_ascii=True
+    )
+    return hashlib.sha256(shown.encode()).hexdigest()
+
+
+def _position(digest: str) -> float:
+    return int(digest[:12], 16) / 16**12

@@ -1,0 +1,123 @@
+"""The driver's side of a worker: calls with deadlines, and errors that say what failed where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_actor_envs import make_actor_runtime_env
+from rl_algorithms.batching import TrainBatch
+from rl_algorithms.protocols import LossFunction
+from rl_generation.protocol import Completion, GenerationRequest
+from rl_policy_megatron import OptimizerSettings
+
+from .config.sections import Cluster
+from .workers import ColocatedWorker, WorkerSettings
+
+
+class WorkerError(RuntimeError):
+    """A call to a worker failed, timed out, or found the worker dead. The first cause is kept."""
+
+
+class RemoteWorker:
+    """A :class:`~rl_app_core.workers.ColocatedWorker` as a Ray actor, in the environment of its table row.
+
+    Args:
+        settings: of the worker.
+        cluster: deadlines and resources.
+
+    Raises:
+        WorkerError: it did not start within ``cluster.start_timeout_s``.
+    """
+
+    def __init__(self, settings: WorkerSettings, cluster: Cluster) -> None:
+        import ray
+
+        self._cluster = cluster
+        runtime_env = make_actor_runtime_env(ColocatedWorker)
+        actor = ray.remote(ColocatedWorker).options(
+            num_cpus=1,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={
+                "py_executable": runtime_env["py_executable"],
+                "env_vars": runtime_env["env_vars"],
+            },
+        )
+        self._actor: Any = actor.remote(settings)
+        self.description: dict[str, Any] = self._call("describe", timeout_s=cluster.start_timeout_s)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`rl_generation.protocol.Generation`."""
+        return self._call("generate", list(requests))
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        return self._call("logprobs", batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        return self._call("reference_logprobs", batch)
+
+    def train(self, batch: TrainBatch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        return self._call("train", batch, loss_fn, learning_rate)
+
+    def reset_optimizer(self, optimizer: OptimizerSettings) -> None:
+        """Forget the optimizer's moments and start with new settings."""
+        self._call("reset_optimizer", optimizer)
+
+    def keep_reference(self) -> None:
+        """Freeze a copy of the present weights as the reference policy."""
+        self._call("keep_reference")
+
+    def save(self, directory: Path) -> None:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        self._call("save", str(directory.resolve()))
+
+    def load(self, directory: Path) -> None:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        self._call("load", str(directory.resolve()))
+
+    def peak_memory_mb(self) -> float:
+        """Largest resident size of the worker so far, in MiB."""
+        return self._call("peak_memory_mb")
+
+    def shutdown(self) -> None:
+        """Ask the worker to release everything, wait a bounded time, then end it; idempotent."""
+        if self._actor is None:
+            return
+        import ray
+
+        try:
+            ray.get(self._actor.shutdown.remote(), timeout=self._cluster.shutdown_timeout_s)
+        except Exception:
+            # It may be dead or busy; either way the next line ends it.
+            pass
+        finally:
+            ray.kill(self._actor)
+            self._actor = None
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        if self._actor is None:
+            raise WorkerError(f"worker: {method} was called after shutdown")
+        deadline = timeout_s if timeout_s is not None else self._cluster.call_timeout_s
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=deadline)
+        except GetTimeoutError as error:
+            raise WorkerError(
+                f"worker: {method} did not answer within {deadline:g} s; raise cluster.call_timeout_s or "
+                "cluster.start_timeout_s if the model is large"
+            ) from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise WorkerError(f"worker: {method} failed: {type(cause).__name__}: {cause}") from cause
+        except RayActorError as error:
+            reason = " ".join(str(error).split())
+            raise WorkerError(f"worker: it died during {method}: {reason}") from error

@@ -1,0 +1,70 @@
+"""What a person sees of a run: a live display on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_PLAIN_LINES_PER_PHASE = 10
+
+
+class RunReporter:
+    """Progress of the phases of a run, one after the other.
+
+    Off a terminal each phase prints at most about ten lines, whatever its length.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live = console.is_terminal
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+
+    def __enter__(self) -> RunReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_phase()
+
+    def line(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def begin_phase(self, name: str, total: int, completed: int = 0) -> None:
+        """Start counting a phase of ``total`` steps, ``completed`` of which are done already."""
+        self.end_phase()
+        self._total = total
+        if self._live:
+            self._progress = Progress(
+                TextColumn("{task.description:<12}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(name, total=total, completed=completed, note="")
+
+    def advance(self, name: str, step: int, numbers: Mapping[str, float], *, always: bool = False) -> None:
+        """Step ``step`` of the phase is done; ``always`` keeps its line whatever the interval."""
+        note = "  ".join(f"{label} {value:.3g}" for label, value in numbers.items())
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, note=note)
+            if always:
+                self.line(f"{name} {step:>4}/{self._total}  {note}")
+        elif always or step % max(1, self._total // _PLAIN_LINES_PER_PHASE) == 0:
+            self.line(f"{name} {step:>4}/{self._total}  {note}")
+
+    def end_phase(self) -> None:
+        """Take the live display down; idempotent."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = self._task = None

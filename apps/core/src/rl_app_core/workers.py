@@ -1,0 +1,127 @@
+"""The Ray actor that holds the policy and, over the very same weights, the rollout engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_algorithms.batching import TrainBatch
+from rl_algorithms.protocols import LossFunction
+from rl_generation.protocol import Completion, GenerationRequest
+from rl_policy_megatron import OptimizerSettings, PolicySettings
+
+_STATE_FILE = "worker.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Everything that a worker needs to build itself, in one picklable piece.
+
+    Attributes:
+        model_dir: a Hugging Face directory.
+        policy: of the policy.
+        optimizer: of its first optimizer.
+        keep_reference: keep a frozen copy of the loaded weights to measure KL against.
+        threads: CPU threads; 0 takes every core that the process may use.
+    """
+
+    model_dir: str
+    policy: PolicySettings
+    optimizer: OptimizerSettings
+    keep_reference: bool = False
+    threads: int = 0
+
+
+class ColocatedWorker:
+    """Policy and engine in one process, on one copy of the weights: a refit only advances a version.
+
+    Usable in process; :mod:`rl_app_core.remote` runs it as a Ray actor.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        # Here and not at the top: the driver imports this module only to name the class.
+        from rl_generation.megatron import MegatronGeneration
+        from rl_policy_megatron import MegatronPolicy
+
+        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+        self._policy = MegatronPolicy(
+            Path(settings.model_dir), settings=settings.policy, optimizer=settings.optimizer
+        )
+        if settings.keep_reference:
+            self._policy.keep_reference()
+        self._engine = MegatronGeneration(
+            self._policy.model, vocab_size=self._policy.vocab_size, max_context=self._policy.max_context
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the log: parameters, context, process id."""
+        return {
+            "parameters": self._policy.parameter_count,
+            "max_context": self._policy.max_context,
+            "pid": os.getpid(),
+        }
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`rl_generation.protocol.Generation`."""
+        self._policy.prepare_for_inference()
+        return self._engine.generate(requests)
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        return self._policy.logprobs(batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
+        return self._policy.reference_logprobs(batch)
+
+    def train(self, batch: TrainBatch, loss_fn: LossFunction, learning_rate: float) -> dict[str, float]:
+        """One update; the engine samples from the new weights from the next token on."""
+        self._policy.prepare_for_training()
+        metrics = self._policy.train(batch, loss_fn, learning_rate=learning_rate)
+        self._engine.update_weights((), self._engine.weight_version + 1)
+        return metrics
+
+    def reset_optimizer(self, optimizer: OptimizerSettings) -> None:
+        """Forget the optimizer's moments and start with new settings."""
+        self._policy.reset_optimizer(optimizer)
+
+    def keep_reference(self) -> None:
+        """Freeze a copy of the present weights as the reference policy."""
+        self._policy.keep_reference()
+
+    def save(self, directory: str) -> None:
+        """Write policy, optimizer, random state and the weights' version into ``directory``."""
+        self._policy.save(Path(directory))
+        state = Path(directory) / _STATE_FILE
+        with state.open("w", encoding="utf-8") as file:
+            json.dump({"weight_version": self._engine.weight_version}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, directory: str) -> None:
+        """Restore what :meth:`save` wrote."""
+        self._policy.load(Path(directory))
+        state = json.loads((Path(directory) / _STATE_FILE).read_text(encoding="utf-8"))
+        version = int(state["weight_version"])
+        if version > self._engine.weight_version:
+            self._engine.update_weights((), version)
+
+    def export_hf(self, directory: str) -> None:
+        """Write the present weights as a Hugging Face directory."""
+        self._policy.export_hf(Path(directory))
+
+    def peak_memory_mb(self) -> float:
+        """Largest resident size of this process so far, in MiB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    def shutdown(self) -> None:
+        """Release engine and policy; idempotent."""
+        self._engine.shutdown(timeout_s=5.0)
+        self._policy.shutdown()

@@ -1,0 +1,139 @@
+"""The ``grpo`` command."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rl_app_core.cli import guarded, quiet_process
+
+from .recipes import DEFAULT_RECIPE
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Group relative policy optimisation of language models.",
+)
+
+Recipe = Annotated[
+    str,
+    typer.Option("-c", "--config", metavar="RECIPE", help="A shipped recipe, or a YAML file."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to replace, such as algorithm.steps=10."),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of an earlier run.")]
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="RUN_DIR", help="New run directory; default: below runs/."),
+    ] = None,
+) -> None:
+    """Train. With no arguments: the CPU recipe, a few minutes on a laptop."""
+    began = time.perf_counter()
+    crash_file: list[Path] = []
+    with guarded(Console(stderr=True), crash_file=crash_file):
+        from rl_app_core.config import load_config
+        from rl_app_core.preflight import prepare
+        from rl_app_core.run_directory import RunDirectory
+
+        from .recipes import find_recipe
+
+        prepared = prepare(load_config(find_recipe(recipe), overrides or []))
+        directory = RunDirectory.create(output, prepared.config, "grpo")
+        crash_file.append(directory.logs / "error.log")
+        _run(prepared, directory, began)
+
+
+@app.command()
+def resume(run_dir: RunDir) -> None:
+    """Continue an interrupted run from its newest checkpoint, exactly as if it had not stopped."""
+    began = time.perf_counter()
+    crash_file: list[Path] = []
+    with guarded(Console(stderr=True), crash_file=crash_file):
+        from rl_app_core.preflight import prepare
+        from rl_app_core.run_directory import RunDirectory
+
+        directory, config = RunDirectory.open(run_dir)
+        prepared = prepare(config)
+        crash_file.append(directory.logs / "error.log")
+        _run(prepared, directory, began)
+
+
+@app.command()
+def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
+    """Check a recipe, its overrides and every file it names, without starting anything."""
+    with guarded(Console(stderr=True)):
+        from rl_app_core.config import load_config
+        from rl_app_core.preflight import prepare
+
+        from .recipes import find_recipe
+
+        path = find_recipe(recipe)
+        prepared = prepare(load_config(path, overrides or []))
+        train, held_out = prepared.problems.train, prepared.problems.held_out
+        typer.echo(f"ok: {path.name}, {len(train):,} training and {len(held_out):,} held-out problems")
+
+
+@app.command("show-config")
+def show_config(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
+    """Print the whole configuration, defaults included, as YAML."""
+    with guarded(Console(stderr=True)):
+        from rl_app_core.config import load_config, to_yaml
+
+        from .recipes import find_recipe
+
+        typer.echo(to_yaml(load_config(find_recipe(recipe), overrides or [])), nl=False)
+
+
+@app.command("export-hf")
+def export_hf(
+    run_dir: RunDir,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New directory for the model.")],
+) -> None:
+    """Write the newest checkpoint as a Hugging Face directory: weights, configuration, tokenizer."""
+    with guarded(Console(stderr=True)):
+        from .export import export_checkpoint
+
+        quiet_process()
+        step = export_checkpoint(run_dir, target)
+        typer.echo(f"step {step} of {run_dir} is in {target}")
+
+
+def _run(prepared: object, directory: object, began: float) -> None:
+    # Here and not at the top: a wrong configuration must not cost the import of torch.
+    from rl_app_core.preflight import Prepared
+    from rl_app_core.reporting import RunReporter
+    from rl_app_core.run_directory import RunDirectory
+
+    from .job import run_job
+
+    assert isinstance(prepared, Prepared)
+    assert isinstance(directory, RunDirectory)
+    quiet_process()
+    with RunReporter(Console()) as reporter:
+        reporter.line(f"run        {directory.path}")
+        summary = run_job(prepared, directory, reporter, began=began)
+        gained = summary.held_out_after - summary.held_out_before
+        reporter.line(
+            f"after      held-out accuracy {summary.held_out_before:.3f} -> {summary.held_out_after:.3f} "
+            f"({gained:+.3f}) in {summary.steps} steps, {summary.seconds:.0f} s"
+        )
+        reporter.line(f"summary    {directory.summary_file}")
+
+
+def main() -> None:
+    """Entry point of the console script ``grpo``."""
+    app()

@@ -1,0 +1,35 @@
+"""A checkpoint of a run as an ordinary Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_algorithms.checkpointing import CheckpointStore
+from rl_algorithms.loops.synchronous import POLICY_FOLDER
+from rl_app_core.compose import model_directory, worker_settings
+from rl_app_core.config import ConfigError
+from rl_app_core.run_directory import RunDirectory
+
+
+def export_checkpoint(run_dir: Path, target: Path) -> int:
+    """Write the newest checkpoint of ``run_dir`` to ``target`` and return its step.
+
+    Raises:
+        ConfigError: no run, no checkpoint, or a target that exists.
+    """
+    directory, config = RunDirectory.open(run_dir)
+    checkpoint = CheckpointStore(directory.checkpoints).latest()
+    if checkpoint is None:
+        raise ConfigError(f"{run_dir} has no complete checkpoint to export")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not empty; name a new directory")
+    from rl_policy_megatron import MegatronPolicy
+
+    settings = worker_settings(config, model_directory(config, directory))
+    policy = MegatronPolicy(Path(settings.model_dir), settings=settings.policy, optimizer=settings.optimizer)
+    try:
+        policy.load(checkpoint.path / POLICY_FOLDER)
+        policy.export_hf(target)
+    finally:
+        policy.shutdown()
+    return checkpoint.step

@@ -1,0 +1,255 @@
+"""One GRPO run, from a checked configuration to its summary."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Mapping
+
+from rl_algorithms.batching import TrainBatch, build_sft_batch
+from rl_algorithms.checkpointing import Checkpoint, CheckpointStore
+from rl_algorithms.loops import (
+    GRPOSettings,
+    LoopResult,
+    SFTSettings,
+    StepReport,
+    run_grpo,
+    run_sft,
+)
+from rl_algorithms.losses import ClippedPGLoss
+from rl_algorithms.schedules import LearningRateSchedule
+from rl_app_core.cli import Interrupted
+from rl_app_core.compose import Runtime, algorithm_optimizer, compose
+from rl_app_core.config import RunConfig
+from rl_app_core.demonstrations import demonstrate
+from rl_app_core.interrupts import StopRequest
+from rl_app_core.preflight import Prepared
+from rl_app_core.reporting import RunReporter
+from rl_app_core.rollouts import measure
+from rl_app_core.run_directory import RunDirectory, Summary, append_record
+from rl_gym_bridge.trajectory import Trajectory
+
+
+def run_job(
+    prepared: Prepared,
+    directory: RunDirectory,
+    reporter: RunReporter,
+    *,
+    began: float,
+) -> Summary:
+    """Warm-start the model, measure it, train it, measure it again.
+
+    A run directory with a checkpoint is continued from the newest one; the supervised phase, which
+    has none, starts over.
+
+    Args:
+        prepared: the checked configuration and its rows.
+        directory: of the run; receives everything that is written.
+        reporter: told of the progress.
+        began: ``time.perf_counter()`` when the command started.
+
+    Raises:
+        Interrupted: a signal asked to stop; the directory can be resumed.
+    """
+    config = prepared.config
+    store = CheckpointStore(directory.checkpoints, keep=config.checkpointing.keep)
+    resume_from = store.latest()
+    earlier = 0.0
+    if resume_from is not None:
+        earlier = directory.elapsed_until(resume_from.step)
+        directory.forget_after(resume_from.step)
+
+    def elapsed() -> float:
+        return earlier + time.perf_counter() - began
+
+    with compose(prepared, directory, elapsed) as runtime:
+        worker = runtime.worker
+        reporter.line(
+            f"model      {worker.description['parameters']:,} parameters; problems: "
+            f"{len(prepared.problems.train):,} to train on, {len(prepared.problems.held_out):,} held out"
+        )
+        stop = StopRequest(lambda name: reporter.line(f"{name}: stopping at the next safe point"))
+        with stop:
+            if resume_from is None:
+                _warm_start(prepared, runtime, reporter, stop, directory)
+            else:
+                reporter.line(f"resumed    after step {resume_from.step}")
+            result = _train(prepared, runtime, reporter, stop, directory, store, resume_from)
+        if result.stopped:
+            raise _interrupted(stop, directory, f"stopped after step {result.steps_done}")
+        held_out = {entry.step: entry.metrics["accuracy"] for entry in result.held_out}
+        summary = Summary(
+            steps=result.steps_done,
+            held_out_before=held_out[0],
+            held_out_after=held_out[result.steps_done],
+            seconds=round(elapsed(), 2),
+            tokens=result.tokens,
+            seconds_generation=round(result.seconds_generation, 2),
+            seconds_training=round(result.seconds_training, 2),
+            peak_memory_mb=round(worker.peak_memory_mb() + _own_peak_memory_mb(), 1),
+            seed=config.seed,
+        )
+    directory.write_summary(summary)
+    return summary
+
+
+def warm_start_batch(prepared: Prepared, runtime: Runtime, step: int) -> TrainBatch:
+    """The demonstrations of one supervised step: a pure function of the seed and the step."""
+    config = prepared.config
+    warm = config.warm_start
+    rng = random.Random(f"{config.seed}/warm-start/{step}")
+    share = next(phase.share for phase in warm.phases if step <= phase.until_step)
+    rows = rng.choices(prepared.problems.train, k=warm.batch_size)
+    examples = [demonstrate(warm.demonstrations, row, share, rng, runtime.conversation) for row in rows]
+    return build_sft_batch(examples, runtime.conversation.pad_token_id)
+
+
+def policy_loss(config: RunConfig) -> ClippedPGLoss:
+    """The loss that the configuration describes."""
+    algorithm = config.algorithm
+    return ClippedPGLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_kind=algorithm.kl_form,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        importance_correction=algorithm.importance_correction,
+        importance_min=algorithm.importance_min,
+        importance_max=algorithm.importance_max,
+        normalization=algorithm.normalization,
+        constant_length=config.generation.max_new_tokens if algorithm.normalization == "constant" else None,
+    )
+
+
+def loop_settings(config: RunConfig) -> GRPOSettings:
+    """The loop that the configuration describes."""
+    algorithm = config.algorithm
+    return GRPOSettings(
+        steps=algorithm.steps,
+        prompts_per_step=algorithm.prompts_per_step,
+        group_size=algorithm.group_size,
+        learning_rate=algorithm.learning_rate,
+        warmup_steps=algorithm.warmup_steps,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpointing.every,
+        advantage=algorithm.advantage,
+        leave_one_out=algorithm.leave_one_out,
+        updates_per_step=algorithm.updates_per_step,
+        shuffle_rewards=algorithm.shuffle_rewards,
+        overlong_filtering=algorithm.overlong_filtering,
+        seed=config.seed,
+    )
+
+
+def _warm_start(
+    prepared: Prepared, runtime: Runtime, reporter: RunReporter, stop: StopRequest, directory: RunDirectory
+) -> None:
+    config = prepared.config
+    warm = config.warm_start
+    if warm.steps:
+        schedule = LearningRateSchedule(
+            peak=warm.learning_rate,
+            warmup_steps=warm.warmup_steps,
+            decay="cosine",
+            total_steps=warm.steps,
+            floor=warm.final_share,
+        )
+        reporter.begin_phase("warm start", warm.steps)
+        result = run_sft(
+            settings=SFTSettings(warm.steps, schedule),
+            policy=runtime.worker,
+            batch_for_step=lambda step: warm_start_batch(prepared, runtime, step),
+            on_step=lambda step, metrics: reporter.advance("warm start", step, {"loss": metrics["loss"]}),
+            should_stop=lambda: stop.requested,
+        )
+        reporter.end_phase()
+        if result.stopped:
+            raise _interrupted(stop, directory, f"stopped in the warm start after {result.steps_done} steps")
+        runtime.worker.reset_optimizer(algorithm_optimizer(config))
+    if config.algorithm.kl_coefficient:
+        runtime.worker.keep_reference()
+
+
+def _train(
+    prepared: Prepared,
+    runtime: Runtime,
+    reporter: RunReporter,
+    stop: StopRequest,
+    directory: RunDirectory,
+    store: CheckpointStore,
+    resume_from: Checkpoint | None,
+) -> LoopResult:
+    config = prepared.config
+    steps = config.algorithm.steps
+    first = resume_from.step if resume_from is not None else 0
+
+    def evaluate(step: int) -> Mapping[str, float]:
+        found = measure(runtime.rollouts, prepared.problems.held_out, step=step)
+        if step == 0:
+            reporter.line(f"before     held-out accuracy {found['accuracy']:.3f}")
+        return found
+
+    reporter.begin_phase("grpo", steps, completed=first)
+    try:
+        return run_grpo(
+            settings=loop_settings(config),
+            rows=prepared.problems.train,
+            source=runtime.rollouts,
+            policy=runtime.worker,
+            loss_fn=policy_loss(config),
+            pad_token_id=runtime.conversation.pad_token_id,
+            evaluate=evaluate,
+            metrics_logger=runtime.loggers,
+            checkpoints=store,
+            resume_from=resume_from,
+            on_step=_watcher(config, reporter, directory),
+            should_stop=lambda: stop.requested,
+        )
+    finally:
+        reporter.end_phase()
+
+
+def _watcher(
+    config: RunConfig, reporter: RunReporter, directory: RunDirectory
+) -> Callable[[StepReport], None]:
+    def watch(report: StepReport) -> None:
+        metrics = report.metrics
+        held_out = metrics.get("held_out/accuracy")
+        shown = {"reward": metrics["reward_mean"], "length": metrics["length_mean"]}
+        if held_out is not None:
+            shown["held-out accuracy"] = held_out
+        reporter.advance("grpo", report.step, shown, always=held_out is not None)
+        for index, trajectory in enumerate(report.trajectories[: config.logging.rollouts_per_step]):
+            record = _rollout_record(report.step, trajectory, float(report.advantages[index]))
+            append_record(directory.rollouts_file, record)
+
+    return watch
+
+
+def _rollout_record(step: int, trajectory: Trajectory, advantage: float) -> dict[str, object]:
+    return {
+        "step": step,
+        "rollout_id": trajectory.rollout_id,
+        "group_id": trajectory.group_id,
+        "agent": trajectory.agent,
+        "reward": trajectory.reward,
+        "advantage": advantage,
+        "stop_reason": trajectory.stop_reason.value,
+        "text": trajectory.text,
+        "token_ids": trajectory.token_ids,
+        "token_mask": trajectory.token_mask,
+        "logprobs": trajectory.logprobs,
+        "weight_versions": trajectory.weight_versions,
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def _interrupted(stop: StopRequest, directory: RunDirectory, what: str) -> Interrupted:
+    assert stop.signal_number is not None
+    return Interrupted(stop.signal_number, f"{what}; continue with: grpo resume {directory.path}")
+
+
+def _own_peak_memory_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
