@@ -25,7 +25,7 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: number of candidates, 0 is off.
         stop_token_ids: sampling one of these ends the request; the token is kept in the answer.
-        seed: makes the request reproducible whatever else is in its batch; ``None`` draws one.
+        seed: in [0, 2**63); makes the request reproducible whatever else is in its batch; ``None`` draws one.
 
     Raises:
         ValueError: a value outside its range, naming it.
@@ -47,6 +47,8 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BELOW_ONE = 1.0 - 2.0**-52
+
 
 def sampling_logprobs(
     logits: Tensor,
@@ -51,9 +53,8 @@ def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
         ``[B]`` int64 token ids.
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # u * total may round up to total; the next number below still falls on the last token that has mass.
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # u * total must stay below total, whatever it rounds to, to land on a token that has mass.
+    target = uniforms.clamp(max=_BELOW_ONE)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return tokens.clamp_(max=logprobs.shape[-1] - 1)
 

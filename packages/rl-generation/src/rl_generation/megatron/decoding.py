@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..protocol import EngineStopReason, SamplingParams
+from ..protocol import EngineStopReason, GenerationError, SamplingParams
 from ..row_settings import RowSettings
 from .session import DecodeSession
 
@@ -38,76 +38,101 @@ def decode(
     Args:
         session: a fresh session with ``B`` rows.
         params: sampling settings per row.
-        limits: tokens that each row may get, >= 1; no more than its ``max_new_tokens``.
+        limits: tokens that each row may get, ≥ 1; no more than its ``max_new_tokens``.
         vocab_size: logits beyond this column belong to padding and are never sampled.
         device: where the logits are.
-        may_go_on: asked before each step; may block. When false, unfinished rows end as ``aborted`` with
+        may_go_on: asked before each token; may block. When false, unfinished rows end as ``aborted`` with
             what they have.
+
+    Raises:
+        GenerationError: the model's logits are not numbers.
     """
     settings = RowSettings.of(params, max(limits), device)
-    record = _Record(limits, device)
+    record = _Record(len(params), device)
     stops = _stop_table(params, device)
     limit = torch.tensor(limits, device=device)
-    rows = torch.arange(len(params), device=device)
-    alive = torch.ones_like(rows, dtype=torch.bool)
+    shortest_limit = min(limits)
+    alive = torch.ones(len(params), dtype=torch.bool, device=device)
+    count = len(params)
     logits = session.prefill()
     step = 0
     while may_go_on():
         tokens, logprobs = settings.next_tokens(logits[:, :vocab_size], step)
-        record.write(step, rows, tokens, logprobs)
+        record.add(tokens, logprobs)
         step += 1
-        hit = (tokens[:, None] == stops).any(dim=1)
-        ended = alive & (hit | (limit <= step))
-        alive = alive & ~ended
-        remaining = int(alive.sum())
-        record.end(rows[ended], step, hit[ended])
-        if remaining == 0:
-            break
-        if remaining <= COMPACT_AT * len(rows):
-            survivors = alive.nonzero().squeeze(1)
-            session.keep(survivors)
-            settings = settings.keep(survivors)
-            rows, tokens, limit, stops = (
-                rows[survivors],
-                tokens[survivors],
-                limit[survivors],
-                stops[survivors],
-            )
-            alive = torch.ones_like(rows, dtype=torch.bool)
+        stopped = (tokens[:, None] == stops).any(dim=1)
+        going = alive & ~stopped
+        if step >= shortest_limit:
+            going &= limit > step
+        # The one value per step that has to be known on the host.
+        remaining = int(going.sum())
+        if remaining < count:
+            record.end(alive & ~going, stopped, step)
+            alive, count = going, remaining
+            if remaining == 0:
+                break
+            if remaining <= COMPACT_AT * len(tokens):
+                survivors = alive.nonzero().squeeze(1)
+                session.keep(survivors)
+                record.keep(survivors)
+                settings = settings.keep(survivors)
+                tokens, limit, stops = tokens[survivors], limit[survivors], stops[survivors]
+                alive = alive[survivors]
         logits = session.step(tokens)
     return record.continuations(aborted_at=step)
 
 
 class _Record:
-    def __init__(self, limits: Sequence[int], device: torch.device) -> None:
-        shape = (max(limits), len(limits))
-        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._lengths = torch.zeros(len(limits), dtype=torch.int64, device=device)
-        self._stopped = torch.zeros(len(limits), dtype=torch.bool, device=device)
+    """What was sampled, in blocks of steps between which rows were dropped."""
 
-    def write(self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        self._tokens[step].index_copy_(0, rows, tokens)
-        self._logprobs[step].index_copy_(0, rows, logprobs)
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows = torch.arange(rows, device=device)
+        self._blocks: list[tuple[Tensor, list[Tensor], list[Tensor]]] = [(self._rows, [], [])]
+        self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def end(self, rows: Tensor, length: int, stopped: Tensor) -> None:
+    def add(self, tokens: Tensor, logprobs: Tensor) -> None:
+        _, all_tokens, all_logprobs = self._blocks[-1]
+        all_tokens.append(tokens)
+        all_logprobs.append(logprobs)
+
+    def end(self, ended: Tensor, stopped: Tensor, length: int) -> None:
+        rows = self._rows[ended]
         self._lengths[rows] = length
-        self._stopped[rows] = stopped
+        self._stopped[rows] = stopped[ended]
+
+    def keep(self, rows: Tensor) -> None:
+        self._rows = self._rows[rows]
+        self._blocks.append((self._rows, [], []))
 
     def continuations(self, aborted_at: int) -> list[Continuation]:
+        tokens: list[list[int]] = [[] for _ in self._lengths]
+        logprobs: list[list[float]] = [[] for _ in self._lengths]
+        for rows, block_tokens, block_logprobs in self._blocks:
+            if not block_tokens:
+                continue
+            chosen = torch.stack(block_logprobs, dim=1)
+            if not bool(chosen.isfinite().all()):
+                raise GenerationError(
+                    "megatron generation: the model's logits are not finite numbers; its weights have diverged "
+                    "or were not loaded"
+                )
+            columns = torch.stack(block_tokens, dim=1).tolist()
+            for row, new_tokens, new_logprobs in zip(rows.tolist(), columns, chosen.tolist(), strict=True):
+                tokens[row] += new_tokens
+                logprobs[row] += new_logprobs
         out = []
-        tokens, logprobs = self._tokens.T.tolist(), self._logprobs.T.tolist()
         for row, (length, stopped) in enumerate(
             zip(self._lengths.tolist(), self._stopped.tolist(), strict=True)
         ):
             reason: EngineStopReason = "stop" if stopped else "length" if length else "aborted"
-            length = length or aborted_at
-            out.append(Continuation(tuple(tokens[row][:length]), tuple(logprobs[row][:length]), reason))
+            end = length or aborted_at
+            out.append(Continuation(tuple(tokens[row][:end]), tuple(logprobs[row][:end]), reason))
         return out
 
 
 def _stop_table(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    """``[B, K]`` stop tokens; -1, which is no token, fills the rows that have fewer."""
     width = max(len(p.stop_token_ids) for p in params)
-    # -1 is no token, so padded places never match.
     padded = [[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in params]
     return torch.tensor(padded, dtype=torch.int64, device=device).view(len(params), width)

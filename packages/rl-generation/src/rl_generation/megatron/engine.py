@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from ..lifecycle import Lifecycle
 from ..protocol import Completion, GenerationError, GenerationRequest, RefitSpec
 from .context_session import ContextSession
 from .decoding import Continuation, decode
-from .inspection import refuse_unsupported, unwrap
+from .inspection import refuse_unsupported, unwrap, why_not_by_layers
+from .layer_session import LayerSession
 from .planning import PromptBatch, plan_batches
+
+DecodePath = Literal["auto", "layers", "model"]
 
 _COMPONENT = "megatron generation"
 
@@ -32,6 +35,9 @@ class MegatronGeneration:
         max_context: the most tokens that prompt and completion may have together.
         max_batch: the most rows that are decoded at once; more requests are taken in turns.
         weight_version: version of the weights that the model holds now.
+        path: ``layers`` decodes through the model's modules around a cache of our own; ``model`` through its
+            forward pass and megatron's static inference context, slower and one prompt length at a time, but
+            whatever the layers are; ``auto`` is ``layers`` where the model allows it.
         wait_timeout_s: the longest that a call waits for another one or for :meth:`resume`.
 
     Raises:
@@ -46,6 +52,7 @@ class MegatronGeneration:
         max_context: int,
         max_batch: int = 256,
         weight_version: int = 0,
+        path: DecodePath = "auto",
         wait_timeout_s: float = 600.0,
     ) -> None:
         self._model: Any = unwrap(model)
@@ -56,6 +63,12 @@ class MegatronGeneration:
         self._weight_version = weight_version
         self._lifecycle = Lifecycle(_COMPONENT, wait_timeout_s)
         self._device = next(self._model.parameters()).device
+        obstacle = why_not_by_layers(self._model)
+        if path == "layers" and obstacle:
+            raise GenerationError(
+                f"{_COMPONENT}: the model has {obstacle}, so it cannot be decoded by layers; use path='auto'"
+            )
+        self._by_layers = path != "model" and obstacle is None
         self._requests_done = 0
         self._tokens_done = 0
 
@@ -83,9 +96,13 @@ class MegatronGeneration:
             limits = [self._room_for(request) for request in requests]
             version = self._weight_version
             answers: list[Completion | None] = [None] * len(requests)
-            with _evaluating(self._model), torch.no_grad():
-                prompts = [request.prompt_token_ids for request in requests]
-                for batch in plan_batches(prompts, self._max_batch, equal_lengths=True):
+            prompts = [request.prompt_token_ids for request in requests]
+            batches = plan_batches(prompts, self._max_batch, equal_lengths=not self._by_layers)
+            # megatron's forward pass keeps tensors (of positions) that training uses later, so it must not
+            # make them in inference mode; our own walk through the layers leaves nothing behind.
+            without_gradients = torch.inference_mode if self._by_layers else torch.no_grad
+            with _evaluating(self._model), without_gradients():
+                for batch in batches:
                     for request, row in zip(
                         batch.requests, self._decode(batch, requests, limits), strict=True
                     ):
@@ -155,6 +172,7 @@ class MegatronGeneration:
             "backend": "megatron",
             "state": self._lifecycle.state,
             "busy": self._lifecycle.busy,
+            "path": "layers" if self._by_layers else "model",
             "weight_version": self._weight_version,
             "requests": self._requests_done,
             "tokens": self._tokens_done,
@@ -174,7 +192,8 @@ class MegatronGeneration:
     ) -> list[Continuation]:
         params = [requests[i].sampling for i in batch.requests]
         room = [limits[i] for i in batch.requests]
-        session = ContextSession(self._model, batch, batch.longest_prompt + max(room), self._device)
+        kind = LayerSession if self._by_layers else ContextSession
+        session = kind(self._model, batch, batch.longest_prompt + max(room), self._device)
         return decode(session, params, room, self._vocab_size, self._device, self._lifecycle.may_go_on)
 
     def _room_for(self, request: GenerationRequest) -> int:

@@ -52,3 +52,42 @@ def refuse_unsupported(model: Any, vocab_size: int, max_context: int, max_batch:
         problems.append(f"cannot generate with max_batch={max_batch}; give at least 1")
     if problems:
         raise GenerationError("megatron generation: the model " + "; it ".join(problems))
+
+
+def why_not_by_layers(model: Any) -> str | None:
+    """Why a GPTModel cannot be decoded layer by layer; ``None`` when it can.
+
+    Layers of a changed kind, or settings that change what happens between their parts, need the model's own
+    forward pass.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    config = model.config
+    plain = {
+        "multi_latent_attention": False,
+        "rotary_interleaved": False,
+        "no_rope_freq": None,
+        "attention_output_gate": False,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "fp32_residual_connection": False,
+        "inference_fuse_tp_communication": False,
+        "fp8": None,
+        "fp4": None,
+    }
+    for name, value in plain.items():
+        if getattr(config, name, value) not in (value, None, False):
+            return f"{name}={getattr(config, name)}"
+    if model.position_embedding_type != "rope" or type(model.rotary_pos_emb) is not RotaryEmbedding:
+        return f"position embedding {model.position_embedding_type} ({type(model.rotary_pos_emb).__name__})"
+    for layer in model.decoder.layers:
+        if type(layer) is not TransformerLayer:
+            return f"a layer of type {type(layer).__name__}"
+        if type(layer.self_attention) is not SelfAttention:
+            return f"attention of type {type(layer.self_attention).__name__}"
+        if not isinstance(layer.cross_attention, IdentityOp):
+            return "cross-attention"
+    return None
