@@ -32,7 +32,8 @@ class SDPACoreAttention(MegatronModule):
         **_unused: Any,
     ) -> None:
         super().__init__(config=config)
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        head_dim = config.kv_channels or config.hidden_size // config.num_attention_heads
+        self._scale = softmax_scale or 1.0 / math.sqrt(head_dim)
 
     def forward(
         self,
@@ -89,12 +90,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
     """The whole decoder: equal layers and a final norm."""
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * shape.layers, layer_norm=RMSNorm)
+    # megatron declares a module here, and builds one from a class.
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * shape.layers, layer_norm=norm)
 
 
 def _layer_spec(shape: ModelShape) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    parts = spec.submodules
+    parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = SDPACoreAttention

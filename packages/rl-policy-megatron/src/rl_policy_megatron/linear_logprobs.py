@@ -52,9 +52,15 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """In float32, overwriting float32 input."""
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override] (torch declares forward for any arguments)
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -67,7 +73,7 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(normalizer)
         transposed = weight.t()
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = (hidden[rows] @ transposed).float().div_(temperature)
+            logits = _tempered(hidden[rows] @ transposed, temperature)
             largest = logits.amax(-1, keepdim=True)
             logits.sub_(largest)
             unnormalized = logits.exp()
@@ -92,7 +98,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return None, None, None, None, None
         transposed = weight.t()
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            log_p = (hidden[rows] @ transposed).float().div_(ctx.temperature).sub_(normalizer[rows, None])
+            log_p = _tempered(hidden[rows] @ transposed, ctx.temperature).sub_(normalizer[rows, None])
             # With x the tempered logits: d log p_t / d x_j = [t = j] − p_j,
             # and d entropy / d x_j = −p_j (log p_j + entropy).
             slope = torch.zeros_like(normalizer[rows, None])
@@ -106,7 +112,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logits = log_p.exp_().mul_(slope)
             if grad_logprobs is not None:
                 grad_logits.scatter_add_(1, token_ids[rows], grad_logprobs[rows])
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
+            grad_logits = _tempered(grad_logits, ctx.temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:

@@ -17,6 +17,15 @@ from .errors import ModelDirectoryError, PolicyError
 from .hf_config import ModelShape
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """Name (HF layout), shape and type of one tensor of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Layout(Enum):
     """How HF tensors lie inside one megatron parameter."""
 

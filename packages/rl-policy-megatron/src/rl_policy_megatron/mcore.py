@@ -20,7 +20,7 @@ try:
         )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import MegatronModule
@@ -37,7 +37,6 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
-    "MegatronOptimizer",
     "ModuleSpec",
     "OptimizerConfig",
     "TransformerBlockSubmodules",

@@ -44,17 +44,19 @@ class PolicyModel(GPTModel):
     @property
     def head_weight(self) -> torch.Tensor:
         """``[V, H]``, the matrix that turns hidden states into logits."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        module: Any = self.embedding.word_embeddings if tied else self.output_layer
+        return module.weight
 
 
 def build_model(shape: ModelShape, dtype: torch.dtype) -> PolicyModel:
     """A model on this process's device, in evaluation mode, its weights uninitialised."""
+    # megatron declares a spec of one layer here, and takes that of a whole block as well.
+    decoder: Any = block_spec(shape)
     with quiet_megatron(), cpu_adapter.device_scope():
         model = PolicyModel(
             config=_transformer_config(shape, dtype),
-            transformer_layer_spec=block_spec(shape),
+            transformer_layer_spec=decoder,
             vocab_size=shape.vocabulary,
             max_sequence_length=shape.max_positions,
             position_embedding_type="rope",

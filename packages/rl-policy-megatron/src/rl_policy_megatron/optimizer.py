@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import cpu_adapter
-from .errors import CheckpointError, NonFiniteGradientError
+from .errors import NonFiniteGradientError
 from .mapping import WeightMap
 from .mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    MegatronOptimizer,
     OptimizerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
@@ -22,8 +22,9 @@ from .model import PolicyModel
 from .quiet import quiet_megatron
 from .settings import OptimizerSettings
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MASTER = "master"
+# Kinds of state, each a prefix of the saved tensors' names.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
 
 
 def wrap_for_training(model: PolicyModel) -> DistributedDataParallel:
@@ -42,7 +43,7 @@ class PolicyOptimizer:
     def __init__(self, wrapped: DistributedDataParallel, settings: OptimizerSettings) -> None:
         self.settings = settings
         self._wrapped = wrapped
-        self._model: PolicyModel = wrapped.module
+        self._model: Any = wrapped.module
         config = OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -56,9 +57,8 @@ class PolicyOptimizer:
             use_distributed_optimizer=False,
         )
         with quiet_megatron(), cpu_adapter.device_scope():
-            self._megatron: MegatronOptimizer = get_megatron_optimizer(
-                config, [wrapped], use_gloo_process_groups=False
-            )
+            # One inner optimizer per kind of parameter, chained, whatever the declared type says.
+            self._megatron: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -88,10 +88,10 @@ class PolicyOptimizer:
             self._megatron.step_with_ready_grads()
         return norm
 
-    def weights_changed(self) -> None:
-        """Take over weights that were written from outside, where master copies exist."""
-        with cpu_adapter.device_scope():
-            self._megatron.reload_model_params()
+    def gradients(self, weight_map: WeightMap) -> dict[str, torch.Tensor]:
+        """Copies of the accumulated float32 gradients, by HF name, on the CPU."""
+        grads = ((name, weight.main_grad) for name, weight in self._model.named_parameters())
+        return {name: grad.cpu().clone() for name, grad in weight_map.to_hf(grads)}
 
     def state(self, weight_map: WeightMap) -> tuple[int, dict[str, torch.Tensor]]:
         """Number of updates made, and the float32 state as ``{kind}.{HF name}`` → tensor."""
@@ -100,9 +100,9 @@ class PolicyOptimizer:
         for parameter, weight in self._model.named_parameters():
             main, inner = self._main(weight)
             entry = inner.state.get(main, {})
-            kinds = {kind: entry[kind] for kind in _MOMENTS if kind in entry}
+            kinds = {kind: entry[kind] for kind in MOMENTS if kind in entry}
             if main is not weight:
-                kinds[_MASTER] = main
+                kinds[MASTER] = main
             for kind, tensor in kinds.items():
                 for name, part in weight_map.split(parameter, tensor.detach()):
                     tensors[f"{kind}.{name}"] = part
@@ -110,23 +110,11 @@ class PolicyOptimizer:
                 steps = int(entry["step"])
         return steps, tensors
 
-    def set_state(
-        self, weight_map: WeightMap, steps: int, tensors: dict[str, torch.Tensor], source: object
-    ) -> None:
-        """Continue from what :meth:`state` returned.
+    def set_state(self, weight_map: WeightMap, steps: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Continue from what :meth:`state` returned."""
 
-        Raises:
-            CheckpointError: a tensor is missing.
-        """
-
-        def reader(kind: str) -> Any:
-            def read(name: str) -> torch.Tensor:
-                try:
-                    return tensors[f"{kind}.{name}"]
-                except KeyError as error:
-                    raise CheckpointError(f"{source} lacks the optimizer tensor {kind}.{name}") from error
-
-            return read
+        def reader(kind: str) -> Callable[[str], torch.Tensor]:
+            return lambda name: tensors[f"{kind}.{name}"]
 
         for part in self._megatron.chained_optimizers:
             part.optimizer.state.clear()
@@ -134,10 +122,10 @@ class PolicyOptimizer:
             for parameter, weight in self._model.named_parameters():
                 main, inner = self._main(weight)
                 if main is not weight:
-                    main.copy_(weight_map.merge(parameter, reader(_MASTER)))
+                    main.copy_(weight_map.merge(parameter, reader(MASTER)))
                 if steps:
                     moments = {}
-                    for kind in _MOMENTS:
+                    for kind in MOMENTS:
                         moments[kind] = torch.empty_like(main)
                         moments[kind].copy_(weight_map.merge(parameter, reader(kind)))
                     inner.state[main] = {"step": torch.tensor(float(steps)), **moments}

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import cpu_adapter, runtime
-from .checkpoint import PolicyState, read_state, write_state
-from .errors import CheckpointError, ModelDirectoryError, RuntimeStateError
+from .checkpoint import PolicyState, check_tensors, read_state, write_state
+from .errors import RuntimeStateError
 from .export import publish_model
 from .hf_config import read_model_shape
 from .logits_view import HiddenStatesView
-from .mapping import WeightMap
+from .mapping import WeightMap, WeightSpec
 from .microbatch import Batch, check_batch, group_by_length
 from .model import PolicyModel, build_model, load_weights
 from .optimizer import PolicyOptimizer, wrap_for_training
-from .schedule import LossFunction, Schedule
+from .schedule import LossFunction, Schedule, Totals
 from .settings import OptimizerSettings, PolicySettings
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
-    """Name (HF layout), shape and type of one tensor of :meth:`MegatronPolicy.stream_weights`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class MegatronPolicy:
@@ -86,6 +77,26 @@ class MegatronPolicy:
         """Number of weights; tied embeddings count once."""
         return sum(weight.numel() for weight in self.model.parameters())
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of real tokens; the model's own vocabulary may be padded beyond it."""
+        return self._weight_map.shape.vocabulary
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence, in tokens, that the model's positions were made for."""
+        return self._weight_map.shape.max_positions
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model knows."""
+        return self._weight_map.shape.vocabulary
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence, in tokens, that the model was made for."""
+        return self._weight_map.shape.max_positions
+
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """``[B, S]`` float32 log-probabilities, on the CPU, under the current weights and the temperature.
 
@@ -122,7 +133,7 @@ class MegatronPolicy:
         Raises:
             BatchError: the batch breaks its contract.
         """
-        check_batch(batch, self._weight_map.shape.vocabulary)
+        check_batch(batch, self.vocab_size)
         device = cpu_adapter.device()
         ids, lengths = batch.input_ids.to(device), batch.lengths.to(device)
         positions = torch.arange(ids.size(1), device=device).expand_as(ids)
@@ -149,33 +160,40 @@ class MegatronPolicy:
         self._require_open()
         if not 0 <= learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate}")
-        micro_batches = [batch.select(rows) for rows in self._rows(batch)]
-        if not micro_batches:
+        with self._accumulated(batch, loss_fn) as totals:
+            grad_norm = 0.0 if totals is None else self._optimizer.step(learning_rate)
+        if totals is None:
             return {"loss": 0.0, "grad_norm": 0.0}
-        self._optimizer.zero_grad()
-        try:
-            with self._random.scope():
-                totals = self._schedule.accumulate(self._wrapped, micro_batches, loss_fn)
-            grad_norm = self._optimizer.step(learning_rate)
-        finally:
-            self._optimizer.zero_grad()
         metrics = {name: metric.value() for name, metric in totals.metrics.items()}
         return {**metrics, "loss": totals.loss, "grad_norm": grad_norm}
+
+    def gradients(self, batch: Batch, loss_fn: LossFunction) -> dict[str, torch.Tensor]:
+        """The float32 gradient that :meth:`train` would use, unclipped, by HF name, on the CPU.
+
+        For comparisons: nothing is updated.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+            LossError: the loss is not a finite scalar.
+        """
+        self._require_open()
+        with self._accumulated(batch, loss_fn):
+            return self._optimizer.gradients(self._weight_map)
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start the optimizer afresh, without moments, under new settings; weights stay."""
         self._require_open()
         self._optimizer = PolicyOptimizer(self._wrapped, settings)
 
-    def prepare_for_training(self) -> None:
-        """Nothing to do while model and optimizer share one memory; part of the policy's contract."""
-        self._require_open()
-
     def prepare_for_inference(self) -> None:
-        """Leave the model ready to generate with: evaluation mode and no gradients."""
+        """Give back the memory that training left cached, for an engine on the same device."""
         self._require_open()
-        self._optimizer.zero_grad()
-        self._model.eval()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def prepare_for_training(self) -> None:
+        """Give back the memory that generation left cached, before training on the same device."""
+        self.prepare_for_inference()
 
     def refit_spec(self) -> tuple[WeightSpec, ...]:
         """What :meth:`stream_weights` yields, in its order."""
@@ -188,8 +206,7 @@ class MegatronPolicy:
 
         Tensors may share memory with the model: read them before the next update, never write.
         """
-        named = ((name, weight.detach()) for name, weight in self.model.named_parameters())
-        yield from self._weight_map.to_hf(named)
+        yield from self._hf_weights(self.model)
 
     def export_hf(self, directory: Path | str) -> None:
         """Write a Hugging Face model directory: weights, config.json, and the source's tokenizer files.
@@ -220,15 +237,14 @@ class MegatronPolicy:
         """Become what :meth:`save` wrote, optimizer settings and reference included.
 
         Raises:
-            CheckpointError: incomplete, broken, or of another model or type; the policy may then
-                hold a mixture and must not be used further unless the message says what is missing
-                before anything was read.
+            CheckpointError: incomplete, broken, or of another model or type; the policy is unchanged.
         """
         self._require_open()
         state = read_state(Path(directory), self._weight_map.shape, self.settings.dtype)
-        self._fill(self._model, state.weights, directory)
+        check_tensors(state, {spec.name: spec for spec in self.refit_spec()}, directory)
+        self._fill(self._model, state.weights)
         self.reset_optimizer(state.optimizer_settings)
-        self._optimizer.set_state(self._weight_map, state.steps, state.optimizer, directory)
+        self._optimizer.set_state(self._weight_map, state.steps, state.optimizer)
         self._random.set_state(state.random)
         self._reference = None
         if state.reference is not None:
@@ -253,8 +269,22 @@ class MegatronPolicy:
         if self._closed:
             raise RuntimeStateError("this policy was shut down; make a new one")
 
+    @contextmanager
+    def _accumulated(self, batch: Batch, loss_fn: LossFunction) -> Iterator[Totals | None]:
+        """The whole batch's gradient is in the buffers within the scope; ``None`` for an empty batch."""
+        micro_batches = [batch.select(rows) for rows in self._rows(batch)]
+        self._optimizer.zero_grad()
+        try:
+            totals = None
+            if micro_batches:
+                with self._random.scope():
+                    totals = self._schedule.accumulate(self._wrapped, micro_batches, loss_fn)
+            yield totals
+        finally:
+            self._optimizer.zero_grad()
+
     def _rows(self, batch: Batch) -> list[list[int]]:
-        check_batch(batch, self._weight_map.shape.vocabulary)
+        check_batch(batch, self.vocab_size)
         return group_by_length(batch.lengths, self.settings.micro_batch_size)
 
     def _score(self, schedule: Schedule, batch: Batch) -> torch.Tensor:
@@ -268,17 +298,11 @@ class MegatronPolicy:
 
     def _set_reference(self, weights: dict[str, torch.Tensor]) -> None:
         reference = build_model(self._weight_map.shape, self._dtype)
-        self._fill(reference, weights, "the reference weights")
+        self._fill(reference, weights)
         self._reference = reference.requires_grad_(False)
 
     def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         return self._weight_map.to_hf((name, weight.detach()) for name, weight in model.named_parameters())
 
-    def _fill(self, model: PolicyModel, weights: dict[str, torch.Tensor], source: object) -> None:
-        missing = set(self._weight_map.hf_names) - set(weights)
-        if missing:
-            raise CheckpointError(f"{source} lacks the tensors {', '.join(sorted(missing)[:5])}")
-        try:
-            self._weight_map.fill(dict(model.named_parameters()), weights.__getitem__, source)
-        except ModelDirectoryError as error:
-            raise CheckpointError(str(error)) from error
+    def _fill(self, model: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
+        self._weight_map.fill(dict(model.named_parameters()), weights.__getitem__, "the saved weights")
