@@ -22,9 +22,9 @@ def _core_attention_class() -> type:
     class PlainAttention(MegatronModule):
         """Scaled dot-product attention: the given mask, or causal when lengths are equal, or none."""
 
-        def __init__(self, config: Any, **unused: Any) -> None:
+        def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any) -> None:
             super().__init__(config=config)
-            self.scale = 1.0 / math.sqrt(config.kv_channels)
+            self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
         def forward(
             self,

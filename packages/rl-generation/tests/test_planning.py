@@ -11,7 +11,9 @@ from rl_generation.megatron.planning import plan_batches
 
 @pytest.mark.parametrize("equal_lengths", [False, True])
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 100])
-def test_every_request_is_in_exactly_one_row_beside_its_own_prompt(max_rows: int, equal_lengths: bool) -> None:
+def test_every_request_is_in_exactly_one_row_beside_its_own_prompt(
+    max_rows: int, equal_lengths: bool
+) -> None:
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3) for _ in range(rng.randrange(1, 5))) for _ in range(60)]
     batches = plan_batches(prompts, max_rows, equal_lengths=equal_lengths)

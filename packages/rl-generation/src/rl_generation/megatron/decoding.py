@@ -114,8 +114,8 @@ class _Record:
             chosen = torch.stack(block_logprobs, dim=1)
             if not bool(chosen.isfinite().all()):
                 raise GenerationError(
-                    "megatron generation: the model's logits are not finite numbers; its weights have diverged "
-                    "or were not loaded"
+                    "megatron generation: the model's logits are not finite numbers; its weights have "
+                    "diverged or were not loaded"
                 )
             columns = torch.stack(block_tokens, dim=1).tolist()
             for row, new_tokens, new_logprobs in zip(rows.tolist(), columns, chosen.tolist(), strict=True):
