@@ -1,1 +1,1 @@
-"""What the workspace needs to look after itself; never installed, run from the root with `python -m tools.…`."""
+"""What the workspace needs to look after itself; run from the root with `python -m`, never installed."""

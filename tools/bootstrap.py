@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
 
 
 @contextmanager
-def exclusive(lock: Path) -> Iterator[None]:
+def exclusive(lock: Path) -> Generator[None]:
     """Hold `lock` so that two commands started at once do not install over each other.
 
     Raises BootstrapError when another process holds it for more than LOCK_TIMEOUT_S.
@@ -54,7 +54,7 @@ def exclusive(lock: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise BootstrapError(
-                        f"another command has been installing for {LOCK_TIMEOUT_S:.0f} s; end it and try again"
+                        f"another command has been installing for {LOCK_TIMEOUT_S:.0f} s; end it and retry"
                     ) from error
                 time.sleep(0.2)
         yield
@@ -74,10 +74,23 @@ def install_front_door(root: Path, state: Path) -> None:
     # Debian ships Python without ensurepip; its own pip, where present, can fill an empty environment.
     own_pip = importlib.util.find_spec("ensurepip") is not None
     if not own_pip and importlib.util.find_spec("pip") is None:
-        raise BootstrapError("this Python has neither ensurepip nor pip: install python3.11-venv and try again")
+        raise BootstrapError(
+            "this Python has neither ensurepip nor pip: install python3.11-venv and try again"
+        )
     run([sys.executable, "-m", "venv", *([] if own_pip else ["--without-pip"]), str(boot)])
     pip = [str(python), "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", str(python)]
-    run([*pip, "install", "-qq", "--no-input", "--no-deps", "--require-hashes", "--requirement", str(requirements)])
+    run(
+        [
+            *pip,
+            "install",
+            "-qq",
+            "--no-input",
+            "--no-deps",
+            "--require-hashes",
+            "--requirement",
+            str(requirements),
+        ]
+    )
     stamp.write_text(key)
 
 

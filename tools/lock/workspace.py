@@ -61,7 +61,10 @@ class Workspace:
         found = addresses(self.lock_file.read_text())
         if found:
             raise LockError(f"uv.lock names an address on line {found[0][0]}: run `hatch run lock`")
-        self._uv("lock", "--check", "--offline")
+        try:
+            self._uv("lock", "--check", "--offline")
+        except LockError as error:
+            raise LockError("uv.lock is not what the declarations give: run `hatch run lock`") from error
         for name, selection in EXPORTS.items():
             if (self.root / name).read_text() != self.export(selection):
                 raise LockError(f"{name} is not what uv.lock gives: run `hatch run lock`")
@@ -94,8 +97,5 @@ class Workspace:
             timeout=TIMEOUT_S,
         )
         if done.returncode:
-            raise LockError(
-                f"`uv {' '.join(arguments)}` ended with {done.returncode}: {done.stderr.strip()}\n"
-                "If a declaration changed, run `hatch run lock`."
-            )
+            raise LockError(f"`uv {' '.join(arguments)}` ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout

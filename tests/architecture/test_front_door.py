@@ -1,0 +1,138 @@
+"""The README's two commands, the script behind them, and CI say the same thing."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import bootstrap
+
+
+def commands(readme: str) -> list[str]:
+    """Return the lines of the shell blocks of a document."""
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_the_readme_gives_exactly_two_commands(root: Path) -> None:
+    run, test = commands((root / "README.md").read_text())
+    scripts = tomllib.loads((root / "hatch.toml").read_text())["envs"]["default"]["scripts"]
+    assert (run, test) == ("./hatch run grpo", "./hatch run test")
+    assert scripts["grpo"] == "exec grpo run {args}"
+    assert scripts["test"] == "pytest {args}"
+
+
+def test_ci_runs_the_readmes_test_command(root: Path) -> None:
+    _, test = commands((root / "README.md").read_text())
+    lines = (root / ".ci" / "run").read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    assert lines[-1] == f"exec {test}"
+
+
+def test_the_front_door_is_executable(root: Path) -> None:
+    assert (root / "hatch").stat().st_mode & 0o111 == 0o111
+
+
+def test_the_front_door_says_what_it_needs(root: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", str(root / "hatch"), "--version"],
+        env={"PATH": "/nowhere:/bin"} if not Path("/bin/python3.11").exists() else {"PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode != 0
+    assert "Python 3.11" in done.stderr
+
+
+def test_the_pins_of_the_front_door_are_the_workspaces(root: Path) -> None:
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    boot = dict(pin.split("==") for pin in settings["dependency-groups"]["boot"])
+    assert settings["tool"]["uv"]["required-version"] == f"=={boot['uv']}"
+    assert f"uv=={boot['uv']}" in settings["dependency-groups"]["dev"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "dev.txt").write_text("a==1\n")
+    (tmp_path / ".hatch").mkdir()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    return tmp_path
+
+
+def test_an_environment_lives_as_long_as_its_pins(checkout: Path) -> None:
+    state, python = checkout / ".hatch", checkout / ".venv" / "bin" / "python"
+    bootstrap.drop_stale_environment(checkout, state)
+    assert not python.exists(), "an environment of unknown pins is not kept"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    bootstrap.drop_stale_environment(checkout, state)
+    assert python.exists()
+    (checkout / "requirements" / "dev.txt").write_text("a==2\n")
+    bootstrap.drop_stale_environment(checkout, state)
+    assert not python.exists()
+
+
+def test_an_environment_without_interpreter_is_removed(checkout: Path) -> None:
+    state, venv = checkout / ".hatch", checkout / ".venv"
+    bootstrap.drop_stale_environment(checkout, state)
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(checkout / "gone")
+    bootstrap.drop_stale_environment(checkout, state)
+    assert not venv.exists()
+
+
+def test_two_commands_do_not_install_at_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "LOCK_TIMEOUT_S", 0.3)
+    lock = checkout / ".hatch" / "lock"
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(bootstrap.BootstrapError, match="another command"), bootstrap.exclusive(lock):
+            pass
+    with bootstrap.exclusive(lock):
+        pass
+
+
+def test_a_failing_install_leaves_no_finished_front_door(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "requirements" / "boot.txt").write_text("hatch==1\n")
+
+    def fail(command: list[str]) -> None:
+        raise bootstrap.BootstrapError("`pip` ended with 1")
+
+    monkeypatch.setattr(bootstrap, "run", fail)
+    with pytest.raises(bootstrap.BootstrapError):
+        bootstrap.install_front_door(checkout, checkout / ".hatch")
+    assert not (checkout / ".hatch" / "boot.key").exists()
+
+
+def test_a_python_without_pip_is_named(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "requirements" / "boot.txt").write_text("hatch==1\n")
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(bootstrap.BootstrapError, match=r"install python3\.11-venv"):
+        bootstrap.install_front_door(checkout, checkout / ".hatch")
+
+
+def test_hatch_keeps_its_files_in_the_checkout(checkout: Path) -> None:
+    state = checkout / ".hatch"
+    found = bootstrap.environment(
+        state, {"PIP_INDEX_URL": "https://mirror.example/simple", "HATCH_PYTHON": "x"}
+    )
+    assert {name: found[name] for name in found if name.startswith("HATCH_")} == {
+        "HATCH_DATA_DIR": str(state / "data"),
+        "HATCH_CACHE_DIR": str(state / "cache"),
+        "HATCH_CONFIG": str(state / "config.toml"),
+        "HATCH_PYTHON": "x",
+    }
+    assert found["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
+    assert "UV_DEFAULT_INDEX" not in bootstrap.environment(state, {"UV_INDEX_URL": "u", "PIP_INDEX_URL": "p"})

@@ -1,0 +1,120 @@
+"""What importing a package loads and changes, observed in fresh interpreters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tools.checks.importing import Imported, import_afresh, loaded_by
+from tools.distributions import Distribution
+
+ENGINES = {"vllm", "megatron", "tensorrt_llm"}
+
+#: What stays unloaded when every module of a package is imported …
+UNLOADED_BY_MODULES = {
+    "rl_gym_bridge": {"torch", "ray", "transformers", "nemo_gym", "numpy", *ENGINES},
+    "rl_algorithms": {"ray", *ENGINES},
+}
+#: … and when only the package is.
+UNLOADED_BY_PACKAGE = {
+    "rl_generation": {"ray", "transformers", *ENGINES},
+    "rl_policy_megatron": {"ray", "transformers", *ENGINES},
+}
+PACKAGES = [
+    "rl_actor_envs",
+    "rl_gym_bridge",
+    "rl_generation",
+    "rl_policy_megatron",
+    "rl_algorithms",
+    "rl_app_core",
+    "rl_app_grpo",
+]
+
+
+@pytest.fixture(scope="module")
+def all_modules_of(members: dict[str, Distribution]) -> Callable[[str], Imported]:
+    """Import every module of a package, once for all tests of this file."""
+    return cache(lambda package: import_afresh(members[package].modules(), own=sorted(members)))
+
+
+@pytest.mark.parametrize("package", UNLOADED_BY_MODULES)
+def test_no_module_loads_what_is_forbidden(all_modules_of: Callable[[str], Imported], package: str) -> None:
+    assert UNLOADED_BY_MODULES[package] & all_modules_of(package).loaded == set()
+
+
+@pytest.mark.parametrize("package", UNLOADED_BY_PACKAGE)
+def test_the_package_alone_loads_nothing_heavy(package: str) -> None:
+    assert UNLOADED_BY_PACKAGE[package] & loaded_by([package]) == set()
+
+
+@pytest.mark.parametrize("package", [*UNLOADED_BY_MODULES, *UNLOADED_BY_PACKAGE])
+def test_a_planted_heavy_import_is_seen(
+    plant: Callable[[str, str], Path], tmp_path: Path, package: str
+) -> None:
+    heavy = sorted((UNLOADED_BY_MODULES | UNLOADED_BY_PACKAGE)[package])[0]
+    (tmp_path / "stand_ins").mkdir()
+    (tmp_path / "stand_ins" / f"{heavy}.py").touch()
+    copy = plant(package, f"import {heavy}")
+    assert heavy in loaded_by([package], search=[tmp_path / "stand_ins", *copy.glob("*/*/src")])
+
+
+def test_the_leaf_loads_the_standard_library_only(all_modules_of: Callable[[str], Imported]) -> None:
+    assert all_modules_of("rl_actor_envs").loaded - sys.stdlib_module_names == {"rl_actor_envs"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_every_module_changes_nothing_else(
+    all_modules_of: Callable[[str], Imported], package: str
+) -> None:
+    assert all_modules_of(package).changes == ()
+
+
+def test_every_package_is_covered(members: dict[str, Distribution]) -> None:
+    assert set(PACKAGES) == set(members)
+
+
+@pytest.mark.parametrize(
+    ("statement", "change"),
+    [
+        ("import os; os.environ['PLANTED'] = '1'", "environment variable PLANTED"),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+            "thread",
+        ),
+        ("import pathlib; pathlib.Path('planted').touch()", "file"),
+        ("import sys; sys.path.append('planted')", "sys.path"),
+        ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", "handler of SIGTERM"),
+        ("import logging; logging.basicConfig()", "root logger"),
+        ("import warnings; warnings.simplefilter('ignore')", "warning filters"),
+        ("import random; random.seed(0)", "random state"),
+        (
+            "import subprocess as s; child = s.Popen(['sleep', '5'], stdout=s.DEVNULL, stderr=s.DEVNULL)",
+            "child",
+        ),
+        ("print('planted')", "wrote output"),
+    ],
+)
+def test_a_planted_side_effect_is_seen(tmp_path: Path, statement: str, change: str) -> None:
+    (tmp_path / "planted.py").write_text(statement + "\n")
+    report = import_afresh(["planted"], search=[tmp_path], own=["planted"])
+    assert any(line.startswith(change) for line in report.changes), report.changes
+
+
+def test_planted_changes_to_torch_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(
+        "import torch\ntorch.manual_seed(3)\ntorch.cuda.current_device = lambda: 0\n"
+    )
+    changes = import_afresh(["planted"], search=[tmp_path], own=["planted"]).changes
+    assert {line.partition(":")[0] for line in changes} >= {"torch seed", "torch.cuda.current_device"}
+
+
+def test_what_third_parties_do_is_not_held_against_the_importer(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text("import os; os.environ['NOISY'] = '1'\n")
+    (tmp_path / "ours.py").write_text("import noisy\n")
+    report = import_afresh(["ours"], search=[tmp_path], own=["ours"])
+    assert "noisy" in loaded_by(["ours"], search=[tmp_path])
+    assert report.changes == ()
