@@ -134,12 +134,12 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{self.path_of(step)} is complete already: resume from it, or write to another directory"
             )
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._sweep()
         unique = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         folder = self._directory / f"{_WRITING}step_{step}-{unique}"
-        folder.mkdir()
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            folder.mkdir()
             yield folder
             write_manifest(folder, step=step, suffixes=self._suffixes)
             self._publish(folder, step, unique)

@@ -1,0 +1,379 @@
+"""The synchronous loop on a small policy that really learns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_algorithms.checkpointing import CheckpointStore
+from rl_algorithms.loops import GRPOSettings, LoopError, run_grpo
+from rl_algorithms.losses import ClippedPGLoss
+from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason
+
+ROWS = list(range(6))
+SETTINGS = GRPOSettings(
+    steps=6,
+    prompts_per_step=4,
+    group_size=8,
+    learning_rate=0.3,
+    warmup_steps=2,
+    evaluate_every=2,
+    checkpoint_every=3,
+)
+LEARNING = replace(
+    SETTINGS, steps=60, prompts_per_step=6, group_size=16, evaluate_every=20, checkpoint_every=0
+)
+TIMINGS = {"seconds_generation", "seconds_training"}
+
+
+def run(world, settings=SETTINGS, loss=None, **options):
+    return run_grpo(
+        settings=settings,
+        rows=ROWS,
+        source=world.source,
+        policy=world.policy,
+        loss_fn=loss or ClippedPGLoss(clip_high=0.28),
+        pad_token_id=0,
+        metrics_logger=world.recorder,
+        **{"evaluate": world.evaluate, **options},
+    )
+
+
+def failure(rollout, kind=FailureKind.INFRA, error="the server went away"):
+    return RolloutFailure(rollout.group_id, rollout.rollout_id, "adder", kind, error)
+
+
+def without_timings(entries):
+    return [(step, {k: v for k, v in metrics.items() if k not in TIMINGS}) for step, metrics in entries]
+
+
+def test_learns_and_reports(world):
+    reports = []
+    result = run(world, LEARNING, on_step=reports.append)
+    curve = [(entry.step, entry.metrics["accuracy"]) for entry in result.held_out]
+    assert [step for step, _ in curve] == [0, 20, 40, 60]
+    assert curve[0][1] == 0.0
+    assert curve[-1][1] >= 0.8, curve
+    assert world.recorder.series("reward_mean")[-1] > 0.7 > 0.1 > world.recorder.series("reward_mean")[0]
+    assert world.recorder.series("held_out/accuracy") == [accuracy for _, accuracy in curve]
+    assert (result.steps_done, result.stopped, result.skipped_steps) == (60, False, 0)
+    assert result.tokens == sum(world.recorder.series("tokens"))
+    assert result.seconds_generation == pytest.approx(sum(world.recorder.series("seconds_generation")))
+    assert result.seconds_training == pytest.approx(sum(world.recorder.series("seconds_training")))
+    assert [report.step for report in reports] == list(range(1, 61))
+    assert len(reports[0].trajectories) == len(reports[0].advantages) == 96
+
+
+def test_m2_one_entry_per_step_under_its_own_number(world):
+    run(world)
+    assert [step for step, _ in world.recorder.entries] == list(range(7))
+
+
+def test_every_step_reports_what_was_promised(world):
+    run(world)
+    promised = {
+        *("reward_mean", "accuracy", "truncated_share", "zero_spread_groups", "length_mean", "tokens"),
+        *("failures_infra", "failures_data", "learning_rate", "grad_norm", "loss", "updates", "skipped"),
+        *("first_ratio_min", "first_ratio_max", "logprob_gap_mean", "logprob_gap_max"),
+        *("seconds_generation", "seconds_training"),
+    }
+    for step, metrics in world.recorder.entries[1:]:
+        assert promised <= metrics.keys(), step
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["first_ratio_min"] == pytest.approx(1, abs=1e-4)
+        assert metrics["first_ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert metrics["logprob_gap_max"] <= 1e-5
+    assert world.recorder.series("learning_rate")[:3] == pytest.approx([0.15, 0.3, 0.3])
+
+
+def test_the_gap_between_engine_and_policy_shows(world):
+    def quieter(step, rollout):
+        turn = rollout.turns[0]
+        turn = replace(turn, generation_logprobs=tuple(value - 0.25 for value in turn.generation_logprobs))
+        return replace(rollout, turns=(turn,))
+
+    world.source.replace = quieter
+    run(world, replace(SETTINGS, steps=1))
+    assert world.recorder.series("logprob_gap_mean") == [pytest.approx(0.25, abs=1e-5)]
+    assert world.recorder.series("logprob_gap_max") == [pytest.approx(0.25, abs=1e-5)]
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_resume_continues_bit_for_bit(new_world, tmp_path, updates):
+    """6 steps equal 3, a new process' worth of objects, and 3 more: rows, tokens, losses, curve."""
+    settings = replace(SETTINGS, updates_per_step=updates)
+    whole = new_world()
+    uninterrupted = run(whole, settings)
+
+    first, second = new_world(), new_world()
+    store = CheckpointStore(tmp_path)
+    stop_after_three = [False] * 6 + [True]
+    stopped = run(first, settings, checkpoints=store, should_stop=lambda: stop_after_three.pop(0))
+    assert (stopped.steps_done, stopped.stopped) == (2, True)
+    resumed = run(second, settings, checkpoints=store, resume_from=store.latest())
+
+    assert first.source.calls[:2] + second.source.calls == whole.source.calls
+    entries = first.recorder.entries + second.recorder.entries
+    assert without_timings(entries) == without_timings(whole.recorder.entries)
+    assert torch.equal(second.policy.table, whole.policy.table)
+    for name in ("steps_done", "stopped", "held_out", "tokens", "skipped_steps", "failures"):
+        assert getattr(resumed, name) == getattr(uninterrupted, name), name
+    assert resumed.seconds_generation > stopped.seconds_generation > 0
+    assert store.latest().step == 6
+
+
+def test_learning_rate_zero_changes_nothing(world):
+    before = world.policy.table.detach().clone()
+    result = run(world, replace(SETTINGS, learning_rate=0.0))
+    assert torch.equal(world.policy.table, before)
+    assert {entry.metrics["accuracy"] for entry in result.held_out} == {0.0}
+    assert sum(world.recorder.series("updates")) > 0
+
+
+def test_shuffled_rewards_teach_nothing(new_world):
+    honest, shuffled = new_world(), new_world()
+    run(honest, replace(LEARNING, steps=25))
+    run(shuffled, replace(LEARNING, steps=25, shuffle_rewards=True))
+    assert sum(honest.recorder.series("reward_mean")[-5:]) / 5 > 0.5
+    assert sum(shuffled.recorder.series("reward_mean")[-5:]) / 5 < 0.2
+
+
+def test_shuffling_permutes_the_rewards_of_the_whole_batch(new_world):
+    worlds = [new_world(), new_world(), new_world()]
+    reports = [[], [], []]
+    for world, seen, shuffle in zip(worlds, reports, (False, True, True), strict=True):
+        run(
+            world,
+            replace(SETTINGS, steps=1, shuffle_rewards=shuffle, advantage="dr_grpo"),
+            on_step=seen.append,
+        )
+    plain, first, second = (seen[0] for seen in reports)
+    assert first.metrics["reward_mean"] == plain.metrics["reward_mean"]
+    assert first.advantages.tolist() == second.advantages.tolist() != plain.advantages.tolist()
+
+
+def test_a_stop_after_the_rollouts_discards_the_step(world, tmp_path):
+    store = CheckpointStore(tmp_path)
+    # before evaluation, before and after the rollouts of steps 1 to 3
+    answers = iter([False] * 6 + [True])
+    result = run(world, checkpoints=store, should_stop=lambda: next(answers))
+    assert (result.steps_done, result.stopped) == (2, True)
+    assert [step for step, _ in world.source.calls] == [1, 2, 3]
+    assert [step for step, _ in world.recorder.entries] == [0, 1, 2]
+    assert result.tokens == sum(world.recorder.series("tokens"))
+    assert store.latest().step == 2
+
+
+def test_a_stop_before_the_first_step_leaves_something_to_resume(new_world, tmp_path):
+    store = CheckpointStore(tmp_path)
+    stopped = run(new_world(), checkpoints=store, should_stop=lambda: True)
+    assert (stopped.steps_done, stopped.stopped, stopped.held_out) == (0, True, ())
+    assert store.latest().step == 0
+    again = run(new_world(), checkpoints=store, resume_from=store.latest(), should_stop=lambda: True)
+    assert (again.steps_done, again.stopped) == (0, True)
+    resumed = run(new_world(), checkpoints=store, resume_from=store.latest())
+    assert resumed.steps_done == 6
+    assert resumed.held_out[0].step == 0
+
+
+def test_c11_a_failed_rollout_is_no_reward(world):
+    """One of each group's 8 fails: means are over 7, and the failure is counted, not paid 0."""
+    reports = []
+    world.source.replace = lambda step, r: (
+        failure(r) if r.rollout_id.endswith("/0") else replace(r, reward=1.0)
+    )
+    result = run(world, replace(SETTINGS, steps=1), on_step=reports.append)
+    assert result.failures == {"infra": 4, "data": 0}
+    metrics = reports[0].metrics
+    assert (metrics["reward_mean"], metrics["samples_valid"], metrics["failures_infra"]) == (1.0, 28, 4)
+    assert metrics["zero_spread_groups"] == 4, "a failure must not make a group look spread out"
+    assert metrics["updates"] == 0
+    assert len(reports[0].failures) == 4
+
+
+def test_infrastructure_failures_beyond_the_budget_end_the_run(world, tmp_path):
+    world.source.replace = lambda step, r: failure(r) if step == 5 else r
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(
+        LoopError, match=r"step 5: 32 rollouts failed .* is 5; .*5/0/0 \(agent adder\): the server"
+    ):
+        run(world, checkpoints=store)
+    assert store.latest().step == 3
+
+
+def test_a_step_without_usable_samples_is_skipped_and_counted(world):
+    def broken(step, rollout):
+        return failure(rollout, FailureKind.DATA, "row 3 has no answer") if step in (1, 2, 4) else rollout
+
+    world.source.replace = broken
+    result = run(world)
+    assert (result.steps_done, result.skipped_steps) == (6, 3)
+    assert world.recorder.series("skipped") == [1, 1, 0, 1, 0, 0]
+    assert result.failures == {"infra": 0, "data": 96}
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(world):
+    world.source.replace = lambda step, r: failure(r, FailureKind.DATA, "row 3 has no answer")
+    with pytest.raises(LoopError, match=r"step 3: 3 steps in a row .*row 3 has no answer"):
+        run(world)
+    assert world.recorder.series("failures_data") == [32, 32, 32]
+
+
+def test_samples_without_reward_tokens_or_environment_are_not_valid(world):
+    def spoil(step, rollout):
+        member = rollout.rollout_id.rsplit("/", 1)[1]
+        if member == "0":
+            return replace(rollout, reward=None)
+        if member == "1":
+            empty = replace(rollout.turns[0], generation_token_ids=(), generation_logprobs=())
+            return replace(rollout, turns=(empty,), reward=1.0)
+        if member == "2":
+            return replace(rollout, reward=1.0, stop_reason=StopReason.ENVIRONMENT_FAILURE)
+        return replace(rollout, reward=0.0)
+
+    world.source.replace = spoil
+    run(world, replace(SETTINGS, steps=1))
+    metrics = world.recorder.entries[1][1]
+    assert (metrics["samples_valid"], metrics["reward_mean"]) == (20, 0.0)
+    assert (metrics["samples_without_reward"], metrics["samples_without_tokens"]) == (4, 4)
+    assert metrics["failures_data"] == 4
+    assert metrics["updates"] == 0
+
+
+def test_overlong_filtering_keeps_the_baseline_but_does_not_train(new_world):
+    reports = []
+    for filtering in (False, True):
+        world = new_world()
+        run(world, replace(SETTINGS, steps=1, overlong_filtering=filtering), on_step=reports.append)
+    plain, filtered = reports
+    assert plain.advantages.tolist() == filtered.advantages.tolist()
+    truncated = torch.tensor([t.stop_reason is StopReason.LENGTH for t in filtered.trajectories])
+    assert truncated.any()
+    assert plain.trained.all()
+    assert filtered.trained.tolist() == (~truncated).tolist()
+
+
+def test_groups_without_spread_are_not_computed_but_counted(world):
+    """Half of the groups all right: those rows are not given to the policy, their tokens still count."""
+    world.source.replace = lambda step, r: replace(r, reward=1.0) if r.group_id in ("1/0", "1/1") else r
+    settings = replace(SETTINGS, steps=1, group_size=64)
+    run(world, settings)
+    (batch,) = world.policy.trained
+    metrics = world.recorder.entries[1][1]
+    assert len(batch) <= 128 < 256
+    assert batch.global_valid_tokens == metrics["tokens"]
+    assert metrics["zero_spread_groups"] >= 2
+
+    filtered = type(world)(type(world.policy)(), world.source, type(world.recorder)())
+    filtered.source.policy = filtered.policy
+    run(filtered, replace(settings, filter_zero_spread=True))
+    (batch,) = filtered.policy.trained
+    assert batch.global_valid_tokens < metrics["tokens"]
+    assert filtered.recorder.entries[1][1]["reward_mean"] == metrics["reward_mean"]
+
+
+def test_d1_each_update_has_its_own_denominators(new_world):
+    """The scale of an update depends neither on updates per step nor on micro-batches."""
+    losses = []
+    for updates, micro_batch in ((1, 4), (1, 64), (2, 4), (4, 8)):
+        world = new_world()
+        world.policy.micro_batch = micro_batch
+        run(world, replace(SETTINGS, steps=1, updates_per_step=updates, learning_rate=0.0, group_size=32))
+        assert len(world.policy.trained) == updates
+        tokens = [batch.global_valid_tokens for batch in world.policy.trained]
+        assert sum(tokens) == world.recorder.series("tokens")[0]
+        norms = world.recorder.series("grad_norm")
+        losses.append(norms[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert all(losses[0] / 2 < norm < losses[0] * 2 for norm in losses), losses
+
+
+def test_updates_of_a_step_share_the_log_probabilities_of_its_start(world):
+    run(world, replace(SETTINGS, steps=1, updates_per_step=2, group_size=32, warmup_steps=0))
+    first, second = world.policy.trained
+    assert len(first) + len(second) <= 128
+    assert torch.allclose(second.prev_logprobs[second.loss_mask], torch.tensor(-math.log(14)), atol=1e-5)
+    metrics = world.recorder.entries[1][1]
+    assert metrics["first_ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] > 1.1
+
+
+def test_only_what_the_loss_reads_is_scored(new_world):
+    scored = []
+    for loss in (
+        ClippedPGLoss(),
+        ClippedPGLoss(kl_coefficient=0.05),
+        ClippedPGLoss(force_on_policy_ratio=True),
+    ):
+        world = new_world()
+        run(world, replace(SETTINGS, steps=1), loss=loss)
+        (batch,) = world.policy.trained
+        scored.append((batch.prev_logprobs is not None, batch.reference_logprobs is not None, len(batch)))
+    assert [flags[:2] for flags in scored] == [(True, False), (True, True), (False, False)]
+    assert scored[1][2] == 32 > scored[0][2], "with a KL term rows of advantage 0 have a gradient"
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(world, tmp_path):
+    real = world.policy.train
+
+    def train(batch, loss_fn, *, learning_rate):
+        report = real(batch, loss_fn, learning_rate=learning_rate)
+        return {**report, "grad_norm": math.inf} if len(world.policy.trained) == 3 else report
+
+    world.policy.train = train
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(LoopError, match=r"step 3, update 1: grad_norm is inf"):
+        run(world, replace(SETTINGS, checkpoint_every=1), checkpoints=store)
+    assert store.latest().step == 2
+
+
+def test_a_source_that_breaks_its_word_is_named(world):
+    real = world.source.rollouts
+    world.source.rollouts = lambda rows, **options: real(rows, **options)[:-1]
+    with pytest.raises(LoopError, match="returned 31 rollouts for 4 rows of 8"):
+        run(world, evaluate=None)
+    world.source.rollouts = lambda rows, **options: real(rows, **options)[::-1]
+    run(world, replace(SETTINGS, steps=1), evaluate=None)
+    world.source.rollouts = real
+    world.source.replace = lambda step, rollout: replace(
+        rollout, group_id=rollout.group_id.replace("/3", "/2")
+    )
+    with pytest.raises(LoopError, match=r"rollouts 24 to 31 carry group ids \['1/2'\]"):
+        run(world, evaluate=None)
+
+
+def test_a_resume_must_continue_the_same_run(new_world, tmp_path):
+    store = CheckpointStore(tmp_path)
+    run(new_world(), checkpoints=store)
+    with pytest.raises(LoopError, match="resume with the same settings and rows"):
+        run(new_world(), replace(SETTINGS, seed=1), checkpoints=store, resume_from=store.latest())
+    with pytest.raises(LoopError, match="ahead of this run, which starts from nothing"):
+        run(new_world(), checkpoints=store)
+    with pytest.raises(LoopError, match="step_6 is ahead of this run"):
+        run(new_world(), checkpoints=store, resume_from=store.load(3))
+    done = run(new_world(), checkpoints=store, resume_from=store.latest())
+    assert (done.steps_done, done.stopped) == (6, False)
+
+
+def test_more_updates_than_the_loss_can_correct_are_refused(world):
+    with pytest.raises(LoopError, match="force_on_policy_ratio"):
+        run(world, replace(SETTINGS, updates_per_step=2), loss=ClippedPGLoss(force_on_policy_ratio=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"group_size": 0}, "group_size"),
+        ({"evaluate_every": -1}, "evaluate_every"),
+        ({"learning_rate": math.nan}, "learning rate"),
+        ({"advantage": "gae"}, "'gae' is unknown"),
+        ({"advantage": "rloo", "leave_one_out": True}, "leave_one_out"),
+    ],
+)
+def test_settings_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, **options)

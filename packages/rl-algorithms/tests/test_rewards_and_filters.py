@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rl_algorithms.advantages import dr_grpo_advantages
+from rl_algorithms.filters import not_truncated, zero_spread_groups
+from rl_algorithms.rewards import (
+    LinearScaling,
+    OverlongPenalty,
+    RewardError,
+    RewardShaping,
+    combine_components,
+)
+from rl_gym_bridge.trajectory import StopReason
+
+
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_linear_scaling_is_clamped():
+    scaling = LinearScaling(0, 10, -1, 1)
+    assert scaling(doubles(-5, 0, 2.5, 10, 99)).tolist() == [-1, -1, -0.5, 1, 1]
+    with pytest.raises(RewardError, match="source_min 3 must lie below"):
+        LinearScaling(3, 3, 0, 1)
+
+
+def test_c9_overlong_penalty_values():
+    penalty = OverlongPenalty(max_length=20, buffer=4)
+    assert penalty(torch.tensor([3, 16, 17, 18, 20, 21])).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    assert OverlongPenalty(20, 4, penalty=2.0)(torch.tensor([18, 40])).tolist() == [-1, -2]
+    with pytest.raises(RewardError, match="buffer 0"):
+        OverlongPenalty(20, 0)
+
+
+def test_shaping_order_and_the_stop_properly_coefficient():
+    lengths, cut = torch.tensor([5, 20]), torch.tensor([False, True])
+    shaped = RewardShaping(scaling=LinearScaling(0, 2, 0, 1), overlong=OverlongPenalty(20, 4))
+    assert shaped(doubles(2, 2), lengths, cut).tolist() == [1, 0]
+    assert RewardShaping(stop_properly_coefficient=0.25)(doubles(2, 2), lengths, cut).tolist() == [2, 0.5]
+    assert RewardShaping()(doubles(2, 2), lengths, cut).tolist() == [2, 2]
+    with pytest.raises(RewardError, match="replaces the overlong penalty"):
+        RewardShaping(overlong=OverlongPenalty(20, 4), stop_properly_coefficient=0.5)
+    with pytest.raises(RewardError, match=r"\[0, 1\], got 1.5"):
+        RewardShaping(stop_properly_coefficient=1.5)
+
+
+def test_c4_a_reward_that_is_taken_away_is_away_before_the_baseline():
+    lengths, cut = torch.tensor([5, 20]), torch.tensor([False, True])
+    found = []
+    for paid in (1.0, 100.0):
+        shaped = RewardShaping(stop_properly_coefficient=0.0)(doubles(1.0, paid), lengths, cut)
+        found.append(dr_grpo_advantages(shaped, ["g", "g"], torch.tensor([True, True])).tolist())
+    assert found[0] == found[1] == [0.5, -0.5]
+
+
+def test_c6_none_is_neither_zero_nor_nan(caplog):
+    with caplog.at_level(logging.WARNING):
+        rewards, valid = combine_components(
+            [{"a": 1, "b": None}, {"a": None}, {"b": 3.0}], {"a": 1, "b": 0.5}
+        )
+    assert rewards.tolist() == [1.0, 0.0, 1.5]
+    assert valid.tolist() == [True, False, True]
+    assert "rows [1]" in caplog.text
+
+
+def test_components_without_a_weight_or_not_finite_are_refused():
+    with pytest.raises(RewardError, match="row 0 has reward parts without a weight: style"):
+        combine_components([{"style": 1.0}], {"a": 1})
+    with pytest.raises(RewardError, match="not finite: a"):
+        combine_components([{"a": float("nan")}], {"a": 1})
+
+
+def test_b10_truncation_is_the_stop_reason():
+    """Which token came last plays no part: the function does not even see tokens."""
+    reasons = [StopReason.STOP, StopReason.LENGTH, StopReason.TOOL_LIMIT, StopReason.ABORTED]
+    assert not_truncated(reasons).tolist() == [True, False, False, False]
+
+
+def test_a2_zero_spread_is_judged_before_shaping():
+    raw, lengths = doubles(0, 0, 0, 0), torch.tensor([10, 20, 18, 25])
+    shaped = raw + OverlongPenalty(20, 4)(lengths)
+    assert shaped.tolist() == [0, -1, -0.5, -1]
+    everyone = torch.ones(4, dtype=torch.bool)
+    assert zero_spread_groups(raw, ["g"] * 4, everyone) == {"g"}
+    assert zero_spread_groups(shaped, ["g"] * 4, everyone) == frozenset()
+
+
+def test_zero_spread_looks_at_valid_members_of_each_group():
+    rewards = doubles(1, 0, 1, 1, float("nan"), 5, 0.1 + 0.2, 0.3)
+    groups = ["a", "b", "a", "b", "a", "c", "d", "d"]
+    valid = torch.tensor([True, True, True, True, False, False, True, True])
+    assert zero_spread_groups(rewards, groups, valid) == {"a", "c", "d"}
