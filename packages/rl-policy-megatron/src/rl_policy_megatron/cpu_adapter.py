@@ -18,7 +18,7 @@ the original functions back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -87,14 +87,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 @contextmanager
-def device_scope() -> Iterator[None]:
+def device_scope() -> Generator[None]:
     """Around megatron's schedules, gradient buffers and optimizers; no effect where CUDA exists."""
     with _CudaMeansCpu() if active() else nullcontext():
         yield
 
 
 @contextmanager
-def outside_device_scope() -> Iterator[None]:
+def outside_device_scope() -> Generator[None]:
     """Around the model's own arithmetic within a :func:`device_scope`, which it need not pay for."""
     with torch._C.DisableTorchFunction() if active() else nullcontext():
         yield

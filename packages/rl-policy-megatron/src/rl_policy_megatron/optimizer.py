@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class PolicyOptimizer:
     def __init__(self, wrapped: DistributedDataParallel, settings: OptimizerSettings) -> None:
         self.settings = settings
         self._wrapped = wrapped
-        self._model: Any = wrapped.module
+        model: Any = wrapped.module
+        self._model: PolicyModel = model
         config = OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -52,8 +53,8 @@ class PolicyOptimizer:
             adam_beta2=settings.betas[1],
             adam_eps=settings.eps,
             clip_grad=settings.grad_clip,
-            bf16=self._model.config.bf16,
-            params_dtype=self._model.config.params_dtype,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
             use_distributed_optimizer=False,
         )
         with quiet_megatron(), cpu_adapter.device_scope():
@@ -90,7 +91,8 @@ class PolicyOptimizer:
 
     def gradients(self, weight_map: WeightMap) -> dict[str, torch.Tensor]:
         """Copies of the accumulated float32 gradients, by HF name, on the CPU."""
-        grads = ((name, weight.main_grad) for name, weight in self._model.named_parameters())
+        weights: Iterable[tuple[str, Any]] = self._model.named_parameters()
+        grads = ((name, weight.main_grad) for name, weight in weights)
         return {name: grad.cpu().clone() for name, grad in weight_map.to_hf(grads)}
 
     def state(self, weight_map: WeightMap) -> tuple[int, dict[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from .checkpoint import PolicyState, check_tensors, read_state, write_state
 from .errors import RuntimeStateError
 from .export import publish_model
 from .hf_config import read_model_shape
-from .logits_view import HiddenStatesView
 from .mapping import WeightMap, WeightSpec
-from .microbatch import Batch, check_batch, group_by_length
+from .microbatch import Batch, check_batch
 from .model import PolicyModel, build_model, load_weights
 from .optimizer import PolicyOptimizer, wrap_for_training
 from .schedule import LossFunction, Schedule, Totals
@@ -87,16 +86,6 @@ class MegatronPolicy:
         """Longest sequence, in tokens, that the model's positions were made for."""
         return self._weight_map.shape.max_positions
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids that the model knows."""
-        return self._weight_map.shape.vocabulary
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence, in tokens, that the model was made for."""
-        return self._weight_map.shape.max_positions
-
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """``[B, S]`` float32 log-probabilities, on the CPU, under the current weights and the temperature.
 
@@ -107,7 +96,7 @@ class MegatronPolicy:
             BatchError: the batch breaks its contract.
         """
         self._require_open()
-        return self._score(self._schedule, batch)
+        return self._schedule.logprobs(batch)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """As :meth:`logprobs`, under the weights that :meth:`keep_reference` froze.
@@ -119,7 +108,7 @@ class MegatronPolicy:
         self._require_open()
         if self._reference is None:
             raise RuntimeStateError("no reference weights are kept; call keep_reference() before training")
-        return self._score(Schedule(self._reference, self.settings), batch)
+        return Schedule(self._reference, self.settings).logprobs(batch)
 
     def keep_reference(self) -> None:
         """Freeze a copy of the current weights for :meth:`reference_logprobs`; replaces an earlier one."""
@@ -161,9 +150,7 @@ class MegatronPolicy:
         if not 0 <= learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate}")
         with self._accumulated(batch, loss_fn) as totals:
-            grad_norm = 0.0 if totals is None else self._optimizer.step(learning_rate)
-        if totals is None:
-            return {"loss": 0.0, "grad_norm": 0.0}
+            grad_norm = self._optimizer.step(learning_rate) if len(batch.lengths) else 0.0
         metrics = {name: metric.value() for name, metric in totals.metrics.items()}
         return {**metrics, "loss": totals.loss, "grad_norm": grad_norm}
 
@@ -270,31 +257,15 @@ class MegatronPolicy:
             raise RuntimeStateError("this policy was shut down; make a new one")
 
     @contextmanager
-    def _accumulated(self, batch: Batch, loss_fn: LossFunction) -> Iterator[Totals | None]:
-        """The whole batch's gradient is in the buffers within the scope; ``None`` for an empty batch."""
-        micro_batches = [batch.select(rows) for rows in self._rows(batch)]
+    def _accumulated(self, batch: Batch, loss_fn: LossFunction) -> Generator[Totals]:
+        """The whole batch's gradient is in the buffers within the scope, and gone after it."""
         self._optimizer.zero_grad()
         try:
-            totals = None
-            if micro_batches:
-                with self._random.scope():
-                    totals = self._schedule.accumulate(self._wrapped, micro_batches, loss_fn)
+            with self._random.scope():
+                totals = self._schedule.accumulate(self._wrapped, batch, loss_fn)
             yield totals
         finally:
             self._optimizer.zero_grad()
-
-    def _rows(self, batch: Batch) -> list[list[int]]:
-        check_batch(batch, self.vocab_size)
-        return group_by_length(batch.lengths, self.settings.micro_batch_size)
-
-    def _score(self, schedule: Schedule, batch: Batch) -> torch.Tensor:
-        groups = self._rows(batch)
-        result = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
-        if groups:
-            scores = schedule.score([batch.select(rows) for rows in groups], HiddenStatesView.logprobs)
-            for rows, score in zip(groups, scores, strict=True):
-                result[rows, : score.size(1)] = score.cpu()
-        return result
 
     def _set_reference(self, weights: dict[str, torch.Tensor]) -> None:
         reference = build_model(self._weight_map.shape, self._dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 # Each pattern is the start of one known, harmless message: the features named are absent on
@@ -16,7 +16,7 @@ _HARMLESS = (
 
 
 @contextmanager
-def quiet_megatron() -> Iterator[None]:
+def quiet_megatron() -> Generator[None]:
     """Within the scope, the known messages are dropped; every other warning is shown as ever."""
     with warnings.catch_warnings():
         for message in _HARMLESS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -85,7 +85,7 @@ def _take_down() -> None:
 
 
 @contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
+def _gloo_on_loopback() -> Generator[None]:
     """gloo opens listening sockets even for one process; keep them off the network."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or sys.platform != "linux":
@@ -107,7 +107,7 @@ class RandomStream:
             self._state = self._current()
 
     @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Generator[None]:
         """Within the scope torch draws from this stream; the outer state is back afterwards."""
         with self._keeping_outer_state():
             self._restore(self._state)
@@ -125,7 +125,7 @@ class RandomStream:
         self._state = {**self._state, **{name: value for name, value in state.items() if name in self._state}}
 
     @contextmanager
-    def _keeping_outer_state(self) -> Iterator[None]:
+    def _keeping_outer_state(self) -> Generator[None]:
         outer = self._current()
         try:
             yield

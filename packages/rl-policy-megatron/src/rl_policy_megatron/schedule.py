@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -15,11 +15,9 @@ from . import cpu_adapter
 from .errors import LossError
 from .logits_view import HiddenStatesView
 from .mcore import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
-from .microbatch import Batch, TokenLayout
+from .microbatch import Batch, TokenLayout, check_batch, group_by_length
 from .model import PolicyModel
 from .settings import PolicySettings
-
-T = TypeVar("T")
 
 
 class Metric(Protocol):
@@ -58,21 +56,31 @@ class Schedule:
         self._settings = settings
         self._device = cpu_adapter.device()
 
-    def score(self, batches: Sequence[Batch], read: Callable[[HiddenStatesView], T]) -> list[T]:
-        """``read(view)`` of every micro-batch, without gradients."""
-        with torch.no_grad(), _mode(self._model, training=False):
-            return self._run(self._model, batches, lambda view, _batch: read(view), forward_only=True)
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """``[B, S]`` float32 on the CPU, without gradients.
 
-    def accumulate(
-        self, wrapped: DistributedDataParallel, batches: Sequence[Batch], loss_fn: LossFunction
-    ) -> Totals:
+        Raises:
+            BatchError: the batch breaks its contract.
+        """
+        groups = self._groups(batch)
+        result = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+        batches = [batch.select(rows) for rows in groups]
+        with torch.no_grad(), _mode(self._model, training=False):
+            scores = self._run(self._model, batches, lambda view, _batch: view.logprobs(), forward_only=True)
+        for rows, score in zip(groups, scores, strict=True):
+            result[rows, : score.size(1)] = score.cpu()
+        return result
+
+    def accumulate(self, wrapped: DistributedDataParallel, batch: Batch, loss_fn: LossFunction) -> Totals:
         """Add every micro-batch's gradient to the wrapped model's buffers.
 
         Raises:
+            BatchError: the batch breaks its contract.
             LossError: the loss is not a scalar, or not finite.
         """
-        config = self._model.config
+        config: Any = self._model.config
         totals = Totals()
+        batches = [batch.select(rows) for rows in self._groups(batch)]
 
         def share(view: HiddenStatesView, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, None]:
             loss, metrics = loss_fn(view, batch)
@@ -88,6 +96,10 @@ class Schedule:
             config.no_sync_func = config.finalize_model_grads_func = None
         return totals
 
+    def _groups(self, batch: Batch) -> list[list[int]]:
+        check_batch(batch, self._model.vocab_size)
+        return group_by_length(batch.lengths, self._settings.micro_batch_size)
+
     def _run(
         self,
         model: PolicyModel | DistributedDataParallel,
@@ -96,6 +108,9 @@ class Schedule:
         *,
         forward_only: bool,
     ) -> list[Any]:
+        if not batches:
+            return []
+
         def forward_step(
             iterator: Iterator[Batch], chunk: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -158,7 +173,7 @@ def _finalize_without_scaling(model: list[Any], _num_tokens: Any = None, **group
 
 
 @contextmanager
-def _mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+def _mode(model: torch.nn.Module, *, training: bool) -> Generator[None]:
     before = model.training
     model.train(training)
     try:
