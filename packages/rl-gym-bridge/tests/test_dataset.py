@@ -116,6 +116,7 @@ def test_bad_json_names_file_and_line(tmp_path: Path) -> None:
     ("line", "problem"),
     [
         ('{"a": NaN}', "NaN"),
+        ('{"a": 1e999}', "too large"),
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"a": "\\udc00"}', "surrogate"),
         ("[1]", "not a JSON object"),
@@ -230,6 +231,13 @@ def test_writing_into_a_directory_that_is_not_there_is_refused(tmp_path: Path) -
         write_rows(tmp_path / "no" / "rows.jsonl", [GymRow.from_mapping(mapping())])
 
 
+def test_a_write_that_fails_at_its_end_leaves_nothing_beside_the_target(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").mkdir()
+    with pytest.raises(DatasetError, match="cannot be written"):
+        write_rows(tmp_path / "rows.jsonl", [GymRow.from_mapping(mapping())])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def messages_of(params: dict[str, Any]) -> tuple[dict[str, str], ...]:
     return GymRow.from_mapping(mapping(responses_create_params=params)).messages
 
@@ -267,6 +275,7 @@ def test_messages_of_a_list_with_parts_instructions_and_a_developer() -> None:
         {"role": "user", "content": [{"type": "input_image", "image_url": "u"}]},
         {"type": "function_call", "name": "f", "arguments": "{}"},
         {"role": "user", "content": [{"type": "input_text"}]},
+        {"role": "user", "content": [{"type": "input_file", "text": "name"}]},
         {"role": "user", "content": ["text"]},
     ],
 )
