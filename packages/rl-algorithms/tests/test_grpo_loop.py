@@ -10,6 +10,7 @@ import torch
 
 from rl_algorithms.checkpointing import CheckpointStore
 from rl_algorithms.loops import GRPOSettings, LoopError, run_grpo
+from rl_algorithms.loops.state import LoopState
 from rl_algorithms.losses import ClippedPGLoss
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason
 
@@ -356,6 +357,13 @@ def test_a_resume_must_continue_the_same_run(new_world, tmp_path):
         run(new_world(), checkpoints=store, resume_from=store.load(3))
     done = run(new_world(), checkpoints=store, resume_from=store.latest())
     assert (done.steps_done, done.stopped) == (6, False)
+
+
+def test_a_state_of_another_version_is_refused():
+    content = LoopState(step=3).to_json()
+    assert LoopState.from_json(content) == LoopState(step=3)
+    with pytest.raises(LoopError, match=r"differ in flavour, tokens"):
+        LoopState.from_json({k: v for k, v in content.items() if k != "tokens"} | {"flavour": 1})
 
 
 def test_more_updates_than_the_loss_can_correct_are_refused(world):

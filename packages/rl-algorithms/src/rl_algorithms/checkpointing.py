@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +118,7 @@ class CheckpointStore:
         return None
 
     @contextmanager
-    def write(self, step: int) -> Iterator[Path]:
+    def write(self, step: int) -> Generator[Path]:
         """``with store.write(step) as folder:`` fill the empty ``folder``; it is published on exit.
 
         If the block raises, nothing is published. Older checkpoints beyond ``keep`` are deleted

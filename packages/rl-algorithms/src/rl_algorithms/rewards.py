@@ -115,7 +115,8 @@ def combine_components(
     Raises:
         RewardError: a part without a weight (0 ignores it openly), or one that is not finite.
     """
-    rewards, valid = [], []
+    rewards: list[float] = []
+    valid: list[bool] = []
     for index, row in enumerate(rows):
         given = {name: value for name, value in row.items() if value is not None}
         unknown = sorted(given.keys() - weights.keys())

@@ -80,7 +80,7 @@ class LoopState:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` restores exactly."""
-        content = {name: getattr(self, name) for name in self.__slots__}
+        content: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         content["held_out"] = [{"step": entry.step, "metrics": entry.metrics} for entry in self.held_out]
         return content
 
@@ -91,14 +91,16 @@ class LoopState:
         Raises:
             LoopError: entries that are missing or not known.
         """
-        try:
-            held_out = [HeldOut(int(entry["step"]), dict(entry["metrics"])) for entry in content["held_out"]]
-            state = cls(**{**content, "held_out": held_out})
-        except (KeyError, TypeError) as error:
+        odd = sorted(content.keys() ^ set(cls.__slots__))
+        if odd:
             raise LoopError(
-                f"the loop state of the checkpoint does not fit this version: {error!r}"
-            ) from error
-        return state
+                f"the checkpoint's loop state and this version differ in {', '.join(odd)}: resume with the "
+                "version that wrote it"
+            )
+        values: dict[str, Any] = dict(content)
+        values["held_out"] = [HeldOut(entry["step"], dict(entry["metrics"])) for entry in content["held_out"]]
+        values["failures"] = dict(content["failures"])
+        return cls(**values)
 
     def result(self, *, stopped: bool) -> LoopResult:
         return LoopResult(
