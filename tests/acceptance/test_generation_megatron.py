@@ -92,7 +92,7 @@ def errors(
     answers: Sequence[Completion],
     logprobs_of: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Absolute differences to ``logprobs_of(row, tokens)``, whose entry 0 scores the token after the prompt."""
+    """Absolute differences to ``logprobs_of(row, tokens)``, which scores the tokens after the prompt."""
     out = []
     for row, answer in enumerate(answers):
         expected = logprobs_of(row, torch.tensor(answer.token_ids))

@@ -1,4 +1,4 @@
-"""Generation speed of the megatron engine as a ratio to ``transformers.generate``: one model, one batch, one run.
+"""Speed of the megatron engine as a ratio to ``transformers.generate``: one model, one batch, one run.
 
     python -m tools.bench.generation [--repeats 5] [--threads 1]
 
@@ -69,7 +69,9 @@ CASES = (
 def build_model(folder: Path) -> torch.nn.Module:
     """The tiny model of the default job, saved in ``folder`` and as a ``transformers`` model."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

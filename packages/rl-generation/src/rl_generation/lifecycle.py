@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -45,7 +45,7 @@ class Lifecycle:
         return self._busy.locked()
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self) -> Generator[None]:
         """Hold the engine for one generation.
 
         Raises:
@@ -64,7 +64,7 @@ class Lifecycle:
             self._busy.release()
 
     @contextmanager
-    def idle(self, action: str) -> Iterator[None]:
+    def idle(self, action: str) -> Generator[None]:
         """Hold the engine for something that must not meet a generation.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -216,7 +216,7 @@ class MegatronGeneration:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: torch.nn.Module) -> Generator[None]:
     """Eval mode inside; each module's own mode back afterwards, whatever happens."""
     training = [module for module in model.modules() if module.training]
     model.eval()
