@@ -42,13 +42,13 @@ def test_the_front_door_is_executable(root: Path) -> None:
 def test_the_front_door_says_what_it_needs(root: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", str(root / "hatch"), "--version"],
-        env={"PATH": "/nowhere:/bin"} if not Path("/bin/python3.11").exists() else {"PATH": "/nowhere"},
+        env={"PATH": "nowhere"},
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert done.returncode != 0
-    assert "Python 3.11" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr == "hatch: python3.11 is not on PATH; install Python 3.11 and try again\n"
 
 
 def test_the_pins_of_the_front_door_are_the_workspaces(root: Path) -> None:
