@@ -118,8 +118,10 @@ class ConversationTokenizer:
         if not marker:
             raise ChatTemplateError("the chat template changes the assistant's text")
         ids = self._encode(tail)
-        special = set(self._tokenizer.all_special_ids)
-        return ids[0] if ids and ids[0] in special else self._tokenizer.eos_token_id
+        # Only a token that no ordinary text becomes can end a turn.
+        return (
+            ids[0] if ids and ids[0] in self._tokenizer.added_tokens_decoder else self._tokenizer.eos_token_id
+        )
 
     def _render(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_actor_envs import make_actor_runtime_env
+from rl_actor_envs.runtime import make_actor_runtime_env
 from rl_algorithms.batching import TrainBatch
 from rl_algorithms.protocols import LossFunction
 from rl_generation.protocol import Completion, GenerationRequest

@@ -51,9 +51,7 @@ class ColocatedWorker:
         from rl_policy_megatron import MegatronPolicy
 
         torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
-        self._policy = MegatronPolicy(
-            Path(settings.model_dir), settings=settings.policy, optimizer=settings.optimizer
-        )
+        self._policy = MegatronPolicy(settings.model_dir, settings.policy, settings.optimizer)
         if settings.keep_reference:
             self._policy.keep_reference()
         self._engine = MegatronGeneration(

@@ -26,7 +26,7 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
     from rl_policy_megatron import MegatronPolicy
 
     settings = worker_settings(config, model_directory(config, directory))
-    policy = MegatronPolicy(Path(settings.model_dir), settings=settings.policy, optimizer=settings.optimizer)
+    policy = MegatronPolicy(settings.model_dir, settings.policy, settings.optimizer)
     try:
         policy.load(checkpoint.path / POLICY_FOLDER)
         policy.export_hf(target)

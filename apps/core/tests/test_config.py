@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from rl_app_core.config import ConfigError, load_config, to_yaml
+from rl_app_core.config.errors import closest_path
+
+SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*SMALLEST, *words])
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_overrides_are_read_as_yaml_and_win_over_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "seed: 3\nmodel: {tiny: {layers: 4}}\ndata: {train: {dataset_name: basic_arithmetic}}\n"
+    )
+    config = load_config(recipe, ["seed=7", "algorithm.learning_rate=1e-3", "model.tiny.heads=4"])
+    assert (config.seed, config.model.tiny.layers, config.model.tiny.heads) == (7, 4, 4)
+    assert config.algorithm.learning_rate == 1e-3
+
+
+def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
+    config = load_config(
+        None, [*SMALLEST, "warm_start.steps=2", "warm_start.phases=[{until_step: 2, share: 0.5}]"]
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+    assert yaml.safe_load(path.read_text())["algorithm"]["clip_high"] == 0.28
+
+
+def test_l2_a_key_in_the_wrong_section_names_the_right_one():
+    assert refused("data.dataset_name=x") == (
+        "data.dataset_name is not a setting; did you mean data.train.dataset_name?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("algorithm.lerning_rate", "algorithm.learning_rate"),
+        ("algoritm.steps", "algorithm"),
+        ("group_size", "algorithm.group_size"),
+        ("model.tiny.hiden_size", "model.tiny.hidden_size"),
+        ("generation.tempurature", "generation.temperature"),
+    ],
+)
+def test_a_misspelt_key_names_the_one_that_was_meant(unknown, meant):
+    assert f"did you mean {meant}?" in refused(f"{unknown}=1")
+
+
+def test_an_unrecognisable_key_says_where_the_keys_are_listed():
+    assert "show-config" in refused("zzzz=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["algorithm.group_size=0"], ["algorithm.group_size=0", "greater than 0"]),
+        (["algorithm.learning_rate=-1"], ["algorithm.learning_rate=-1", "greater than or equal to 0"]),
+        (["algorithm.learning_rate=nan"], ["algorithm.learning_rate", "finite"]),
+        (["algorithm.steps=many"], ["algorithm.steps='many'", "integer"]),
+        (["generation.top_p=0.9"], ["top_p=0.9", "cannot score", "top_p=1"]),
+        (["generation.top_k=5"], ["top_k=5", "cannot score"]),
+        (["generation.temperature=0"], ["generation.temperature=0"]),
+        (["algorithm.advantage=gae"], ["algorithm.advantage='gae'", "'grpo'"]),
+        (["algorithm.importance_correction=tis"], ["importance_max"]),
+        (["algorithm.leave_one_out=true", "algorithm.advantage=rloo"], ["leave_one_out", "rloo"]),
+        (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
+        (["data.train.path=x.jsonl"], ["exactly one of data.train.dataset_name"]),
+        (["warm_start.steps=5"], ["last phase must reach step 5"]),
+        (["steps"], ["'steps' is not an override", "key=value"]),
+        (["seed.deeper=1", "seed.deeper.still=1"], ["seed.deeper is a value, not a section"]),
+    ],
+)
+def test_a_value_that_cannot_be_meant_names_key_and_remedy(words, told):
+    message = refused(*words)
+    for part in told:
+        assert part in message
+
+
+def test_a_missing_or_broken_recipe_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1\nb: 2")
+    with pytest.raises(ConfigError, match="is not YAML") as caught:
+        load_config(broken)
+    assert "\n" not in str(caught.value)
+    broken.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        load_config(broken)
+
+
+def test_sections_are_frozen():
+    config = load_config(None, SMALLEST)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1
+
+
+def test_a_sibling_of_the_same_name_is_preferred_to_a_distant_one():
+    known = ["a.size", "b.c.size", "b.sizes"]
+    assert closest_path("b.size", known) == "b.c.size"
