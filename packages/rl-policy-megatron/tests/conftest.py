@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,59 @@ def make_rows(lengths: Sequence[int], seed: int = 0, width: int | None = None, p
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(lengths, dtype=torch.int64)
     columns = width or int(sizes.max())
-    ids = torch.randint(0, VOCABULARY, (len(sizes), columns), generator=generator)
+    # Drawn at one width and then cut, so that padding more does not draw other tokens.
+    ids = torch.randint(0, VOCABULARY, (len(sizes), 64), generator=generator)[:, :columns].clone()
     places = torch.arange(columns)
     ids[places >= sizes[:, None]] = padding
     mask = (places > 0) & (places < sizes[:, None])
     return Rows(ids, sizes, mask.float(), float(mask.sum()))
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[..., Rows]:
+    """``rows_of(lengths, seed=0, width=None, padding=0)`` → a batch."""
+    return make_rows
+
+
+@dataclass(frozen=True)
+class Total:
+    """The simplest metric that can be merged."""
+
+    total: float
+
+    def merge(self, other: Total) -> Total:
+        return Total(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+def token_mean(logits: Any, batch: Rows) -> tuple[torch.Tensor, dict[str, Total]]:
+    """This micro-batch's share of the mean negative log-probability, and how many tokens it saw."""
+    loss = -(logits.logprobs() * batch.mask).sum() / batch.denominator
+    return loss, {"tokens": Total(float(batch.mask.sum()))}
+
+
+@pytest.fixture(scope="session")
+def token_mean_loss() -> Callable[..., Any]:
+    return token_mean
+
+
+@pytest.fixture
+def policy_of(model_of: Callable[[str], tuple[Path, PreTrainedModel]]) -> Iterator[Callable[..., Any]]:
+    """``policy_of(kind, optimizer=None, **settings)`` → a policy that is shut down after the test."""
+    from rl_policy_megatron import MegatronPolicy, OptimizerSettings, PolicySettings
+
+    made: list[MegatronPolicy] = []
+
+    def make(kind: str, optimizer: OptimizerSettings | None = None, **settings: Any) -> MegatronPolicy:
+        policy = MegatronPolicy(model_of(kind)[0], PolicySettings(**settings), optimizer)
+        made.append(policy)
+        return policy
+
+    yield make
+    for policy in made:
+        policy.shutdown()
 
 
 @pytest.fixture(scope="session")
