@@ -19,9 +19,7 @@ def refused(*words: str) -> str:
 
 def test_overrides_are_read_as_yaml_and_win_over_the_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "seed: 3\nmodel: {tiny: {layers: 4}}\ndata: {train: {dataset_name: basic_arithmetic}}\n"
-    )
+    recipe.write_text("seed: 3\nmodel: {tiny: {layers: 4}}\ndata: {train: {dataset_name: x}}\n")
     config = load_config(recipe, ["seed=7", "algorithm.learning_rate=1e-3", "model.tiny.heads=4"])
     assert (config.seed, config.model.tiny.layers, config.model.tiny.heads) == (7, 4, 4)
     assert config.algorithm.learning_rate == 1e-3

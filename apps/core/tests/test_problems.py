@@ -59,7 +59,7 @@ def test_generated_rows_carry_question_answer_and_environment():
 def test_a_prompt_template_can_use_the_metadata():
     problems = load_problems(Data(train=generated(prompt="What is {expression}?")), "exact_answer")
     assert problems.train[0].messages[0]["content"].startswith("What is ")
-    with pytest.raises(ConfigError, match="fields are .*expression"):
+    with pytest.raises(ConfigError, match=r"fields are .*expression"):
         load_problems(Data(train=generated(prompt="What is {formula}?")), "exact_answer")
 
 

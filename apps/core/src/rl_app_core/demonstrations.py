@@ -7,7 +7,6 @@ shown mostly the short way last starts out wrong, and can find the long way by r
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from rl_gym_bridge.dataset import GymRow
+from rl_gym_bridge.environments.calculator import CALCULATOR_TOOL_NAME
+from rl_gym_bridge.tool_calls import render_tool_call
 
 from .config.errors import ConfigError
 from .conversation import ConversationTokenizer, Message
@@ -75,7 +76,7 @@ def check_maker(maker: str, row: GymRow) -> None:
 
 def tokenizer_texts() -> list[str]:
     """Words that the recipes' conversations consist of: what a tokenizer made on the spot learns from."""
-    call = json.dumps({"name": "calculator", "arguments": {"expression": ""}})
+    call = render_tool_call(CALCULATOR_TOOL_NAME, {"expression": ""})
     return ["user\nassistant\nsystem\ntool\n", "Calculate  .", "What is  ?", call, call, call]
 
 
@@ -110,10 +111,10 @@ def _think_by_digits(row: GymRow) -> Sequence[Message]:
 
 def _call_the_calculator(row: GymRow) -> Sequence[Message]:
     left, operator, right = _terms(row)
-    call = json.dumps({"name": "calculator", "arguments": {"expression": f"{left}{operator}{right}"}})
+    call = render_tool_call(CALCULATOR_TOOL_NAME, {"expression": f"{left}{operator}{right}"})
     answer = str(row.verifier["answer"])
     return [
-        _say(f"<tool_call>\n{call}\n</tool_call>"),
+        _say(call),
         {"role": "tool", "content": answer},
         _say(answer),
     ]
