@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_gym_bridge.environment import LocalEnvironment
+from rl_gym_bridge.environment import EnvironmentDefinitionError, LocalEnvironment
+from rl_gym_bridge.environments import get_environment
 
 from .config import ConfigError, RunConfig
 from .demonstrations import check_maker
 from .problems import Problems, load_problems
-from .rollouts import environments_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -35,8 +35,10 @@ def prepare(config: RunConfig) -> Prepared:
         _check_model(config.model.path)
     if config.model.chat_template is not None and not config.model.chat_template.is_file():
         raise ConfigError(f"model.chat_template={config.model.chat_template}: there is no such file")
+    _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
-    environments = environments_of((*problems.train, *problems.held_out))
+    agents = sorted({row.agent for row in (*problems.train, *problems.held_out)})
+    environments = {agent: _environment("data: agent_ref.name", agent) for agent in agents}
     if config.warm_start.steps:
         check_maker(config.warm_start.demonstrations, problems.train[0])
     if len(problems.train) < config.algorithm.prompts_per_step:
@@ -45,6 +47,13 @@ def prepare(config: RunConfig) -> Prepared:
             f"{len(problems.train)} distinct training problems; lower it or give more rows"
         )
     return Prepared(config, problems, environments)
+
+
+def _environment(key: str, name: str) -> LocalEnvironment:
+    try:
+        return get_environment(name)
+    except EnvironmentDefinitionError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _check_model(path: Path) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_gym_bridge.dataset import GymRow
-from rl_gym_bridge.environment import EnvironmentDefinitionError, LocalEnvironment
-from rl_gym_bridge.environments import get_environment
+from rl_gym_bridge.environment import LocalEnvironment
 from rl_gym_bridge.local import run_local_rollouts
 from rl_gym_bridge.trajectory import RolloutFailure, Trajectory
 
 from .chat_model import EngineChatModel
-from .config import ConfigError
 
 
 class LocalRollouts:
@@ -77,15 +75,3 @@ def measure(rollouts: LocalRollouts, rows: Sequence[GymRow], *, step: int) -> di
         "length": sum(t.sampled_tokens for t, _ in scored) / count,
         **means,
     }
-
-
-def environments_of(rows: Sequence[GymRow]) -> dict[str, LocalEnvironment]:
-    """The ready-made environments that the rows name.
-
-    Raises:
-        ConfigError: a row names one that does not exist.
-    """
-    try:
-        return {name: get_environment(name) for name in sorted({row.agent for row in rows})}
-    except EnvironmentDefinitionError as error:
-        raise ConfigError(f"environment.name: {error}") from error

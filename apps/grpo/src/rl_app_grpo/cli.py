@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rl_app_core.cli import guarded, quiet_process
+from rl_app_core.config import load_config, to_yaml
+from rl_app_core.run_directory import RunDirectory
 
-from .recipes import DEFAULT_RECIPE
+from .recipes import DEFAULT_RECIPE, find_recipe
+
+if TYPE_CHECKING:
+    from rl_app_core.preflight import Prepared
+
+# Modules that need torch are imported where they are used: a wrong word must not cost their seconds.
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,13 +52,10 @@ def run(
     began = time.perf_counter()
     crash_file: list[Path] = []
     with guarded(Console(stderr=True), crash_file=crash_file):
-        from rl_app_core.config import load_config
+        config = load_config(find_recipe(recipe), overrides or [])
         from rl_app_core.preflight import prepare
-        from rl_app_core.run_directory import RunDirectory
 
-        from .recipes import find_recipe
-
-        prepared = prepare(load_config(find_recipe(recipe), overrides or []))
+        prepared = prepare(config)
         directory = RunDirectory.create(output, prepared.config, "grpo")
         crash_file.append(directory.logs / "error.log")
         _run(prepared, directory, began)
@@ -63,10 +67,9 @@ def resume(run_dir: RunDir) -> None:
     began = time.perf_counter()
     crash_file: list[Path] = []
     with guarded(Console(stderr=True), crash_file=crash_file):
-        from rl_app_core.preflight import prepare
-        from rl_app_core.run_directory import RunDirectory
-
         directory, config = RunDirectory.open(run_dir)
+        from rl_app_core.preflight import prepare
+
         prepared = prepare(config)
         crash_file.append(directory.logs / "error.log")
         _run(prepared, directory, began)
@@ -76,13 +79,11 @@ def resume(run_dir: RunDir) -> None:
 def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Check a recipe, its overrides and every file it names, without starting anything."""
     with guarded(Console(stderr=True)):
-        from rl_app_core.config import load_config
+        path = find_recipe(recipe)
+        config = load_config(path, overrides or [])
         from rl_app_core.preflight import prepare
 
-        from .recipes import find_recipe
-
-        path = find_recipe(recipe)
-        prepared = prepare(load_config(path, overrides or []))
+        prepared = prepare(config)
         train, held_out = prepared.problems.train, prepared.problems.held_out
         typer.echo(f"ok: {path.name}, {len(train):,} training and {len(held_out):,} held-out problems")
 
@@ -91,10 +92,6 @@ def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> No
 def show_config(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Print the whole configuration, defaults included, as YAML."""
     with guarded(Console(stderr=True)):
-        from rl_app_core.config import load_config, to_yaml
-
-        from .recipes import find_recipe
-
         typer.echo(to_yaml(load_config(find_recipe(recipe), overrides or [])), nl=False)
 
 
@@ -112,16 +109,11 @@ def export_hf(
         typer.echo(f"step {step} of {run_dir} is in {target}")
 
 
-def _run(prepared: object, directory: object, began: float) -> None:
-    # Here and not at the top: a wrong configuration must not cost the import of torch.
-    from rl_app_core.preflight import Prepared
+def _run(prepared: Prepared, directory: RunDirectory, began: float) -> None:
     from rl_app_core.reporting import RunReporter
-    from rl_app_core.run_directory import RunDirectory
 
     from .job import run_job
 
-    assert isinstance(prepared, Prepared)
-    assert isinstance(directory, RunDirectory)
     quiet_process()
     with RunReporter(Console()) as reporter:
         reporter.line(f"run        {directory.path}")
