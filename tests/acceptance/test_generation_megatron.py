@@ -53,15 +53,27 @@ class Batch:
         return replace(self, input_ids=self.input_ids[list(rows), :width], lengths=self.lengths[list(rows)])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Small, so that the sequences here reach the stretched frequencies.
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_scaling=dict(LLAMA3_ROPE))),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One model twice: as a policy with an engine on it, and in ``transformers``."""
     torch.manual_seed(5)
-    reference: PreTrainedModel = (
-        Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
-        if request.param == "qwen3"
-        else LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
-    )
+    reference = MODELS[request.param]()
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference.eval().save_pretrained(folder)
     with MegatronPolicy(folder) as policy:
@@ -209,9 +221,7 @@ def test_stop_tokens_end_a_row_and_limits_are_per_row(pair: Any) -> None:
 def test_weights_changed_by_training_are_visible_at_once(tmp_path: Path) -> None:
     """Before and after an update, engine and policy agree; in between, the answers change."""
     torch.manual_seed(1)
-    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)).save_pretrained(
-        tmp_path / "m"
-    )
+    MODELS["qwen3"]().save_pretrained(tmp_path / "m")
 
     def likelihood(logits: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
         places = torch.arange(batch.input_ids.shape[1])

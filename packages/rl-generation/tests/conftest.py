@@ -49,7 +49,7 @@ def _core_attention_class() -> type:
     return PlainAttention
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def megatron_on_cpu() -> Iterator[None]:
     """One gloo process group and megatron's parallel state; CUDA's device question answered with the CPU."""
     pytest.importorskip("megatron.core")
@@ -70,7 +70,7 @@ def megatron_on_cpu() -> Iterator[None]:
     patch.undo()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
     """A factory of seeded models; keyword arguments override the transformer configuration."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -121,7 +121,7 @@ def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
     return build
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(build_model: Callable[..., Any]) -> Any:
     """The model that most tests share; tests that change weights build their own."""
     return build_model()

@@ -65,6 +65,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(mass: float, kept: l
 
 def test_top_p_takes_lower_ids_first_among_equals() -> None:
     assert probabilities([0.0, 0.0, 0.0, 0.0], top_p=0.5) == pytest.approx([0.5, 0.5, 0, 0])
+    many = probabilities([float(i % 2) for i in range(4000)], top_p=0.25)
+    kept = [i for i, p in enumerate(many) if p > 0]
+    assert kept == list(range(1, 2 * len(kept), 2))
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
@@ -131,6 +134,21 @@ def test_the_draw_inverts_the_cumulative_distribution() -> None:
     logprobs = torch.tensor([0.25, 0.0, 0.5, 0.25]).log().expand(6, 4)
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64)
     assert draw(logprobs, u).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_the_draw_resolves_every_token_of_a_large_vocabulary() -> None:
+    """Sums in float32 would be off by many tokens here."""
+    vocabulary = 150_001
+    wanted = torch.tensor([0, 1, 70_000, 149_998, 150_000])
+    logprobs = torch.full((len(wanted), vocabulary), -math.log(vocabulary))
+    assert torch.equal(draw(logprobs, (wanted.double() + 0.5) / vocabulary), wanted)
+
+
+def test_the_draw_stays_below_the_total_of_any_distribution() -> None:
+    """The largest number below 1 against totals of many sizes, none of them a power of two."""
+    logprobs = torch.cat((torch.randn(5000, 7) * 9, torch.full((5000, 3), -INF)), dim=1)
+    u = torch.full((5000,), 1 - 2.0**-53, dtype=torch.float64)
+    assert draw(logprobs, u).max() < 7
 
 
 def test_the_draw_has_the_right_frequencies() -> None:

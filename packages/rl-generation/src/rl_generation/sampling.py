@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BELOW_ONE = 1.0 - 2.0**-52
-
 
 def sampling_logprobs(
     logits: Tensor,
@@ -53,9 +51,10 @@ def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
         ``[B]`` int64 token ids.
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    # u * total must stay below total, whatever it rounds to, to land on a token that has mass.
-    target = uniforms.clamp(max=_BELOW_ONE)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # For every float64 u < 1, u * total rounds to less than total. So the first place where the sum exceeds
+    # it exists and is one where the sum grows, that is a token with mass.
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
+    # Reached by rows of NaN only, which the caller has to tell by their log-probability.
     return tokens.clamp_(max=logprobs.shape[-1] - 1)
 
 
@@ -107,7 +106,5 @@ def _keep_nucleus(logits: Tensor, top_k: Tensor | int, top_p: Tensor | float) ->
     before = mass.cumsum(dim=-1) - mass
     p = torch.as_tensor(top_p, dtype=torch.float64, device=logits.device).expand(logits.shape[0])[:, None]
     # A row with top_p = 1 keeps everything, even where rounding lifts the running sum to 1 early.
-    dropped = (before >= p) & (p < 1)
-    dropped[:, 0] = False
-    ordered = ordered.masked_fill(dropped, float("-inf"))
+    ordered = ordered.masked_fill((before >= p) & (p < 1), float("-inf"))
     return torch.full_like(logits, float("-inf")).scatter(1, tokens, ordered)
