@@ -132,12 +132,16 @@ def test_refusals_name_the_part(trajectory, batch):
         build_sft_batch([([1, 2], [1])], 0)
     with pytest.raises(BatchError, match="prev_logprobs is"):
         batch.with_logprobs(prev=torch.zeros(4, 6))
-    with pytest.raises(BatchError, match="token_mask is"):
-        TrainBatch.create(
-            input_ids=batch.input_ids,
-            lengths=batch.lengths,
-            token_mask=batch.token_mask.float(),
-            sample_mask=batch.sample_mask,
-            advantages=batch.advantages,
-            generation_logprobs=batch.generation_logprobs,
-        )
+    for mask, message in (
+        (batch.token_mask.float(), "token_mask is torch.float32"),
+        (torch.ones_like(batch.token_mask), r"token_mask of rows \[0, 1, 2\] is set beyond"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            TrainBatch.create(
+                input_ids=batch.input_ids,
+                lengths=batch.lengths,
+                token_mask=mask,
+                sample_mask=batch.sample_mask,
+                advantages=batch.advantages,
+                generation_logprobs=batch.generation_logprobs,
+            )

@@ -385,3 +385,18 @@ def test_more_updates_than_the_loss_can_correct_are_refused(world):
 def test_settings_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         replace(SETTINGS, **options)
+
+
+def test_what_came_before_the_first_step_is_checkpointed(new_world, tmp_path):
+    """A run that is killed before its first regular checkpoint need not repeat its warm start."""
+    store = CheckpointStore(tmp_path)
+    warm = new_world()
+    warm.policy.table.data[3, 9] = 2.0
+    warm.source.replace = lambda step, rollout: failure(rollout)
+    with pytest.raises(LoopError, match="step 1"):
+        run(warm, checkpoints=store)
+    cold = new_world()
+    resumed = run(cold, replace(SETTINGS, learning_rate=0.0), checkpoints=store, resume_from=store.load(0))
+    assert torch.equal(cold.policy.table, warm.policy.table)
+    assert [entry.step for entry in resumed.held_out] == [0, 2, 4, 6]
+    assert cold.recorder.entries[0][0] == 1, "what was measured before is not measured again"

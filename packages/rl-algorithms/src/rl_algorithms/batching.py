@@ -83,7 +83,11 @@ class TrainBatch:
         prev_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TrainBatch:
-        """A whole batch; counts its own denominators."""
+        """A whole batch; counts its own denominators.
+
+        Raises:
+            BatchError: parts that do not fit, or a masked-in token beyond the length of its row.
+        """
         batch = cls(
             input_ids=input_ids,
             lengths=lengths,
@@ -96,6 +100,12 @@ class TrainBatch:
             global_valid_tokens=0.0,
             global_valid_samples=0.0,
         )
+        beyond = torch.arange(input_ids.shape[1], device=lengths.device) >= lengths.unsqueeze(1)
+        stray = (token_mask & beyond).any(1).nonzero().flatten().tolist()
+        if stray:
+            raise BatchError(
+                f"token_mask of rows {stray} is set beyond their lengths: padding is not trained"
+            )
         return batch.with_own_denominators()
 
     def __len__(self) -> int:

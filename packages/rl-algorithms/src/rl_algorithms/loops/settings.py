@@ -22,7 +22,7 @@ class GRPOSettings:
         learning_rate, warmup_steps, decay, learning_rate_floor: see
             :class:`rl_algorithms.schedules.LearningRateSchedule`; a descent ends at ``steps``.
         evaluate_every: also evaluated before the first and after the last step; 0 only then.
-        checkpoint_every: also written after the last step and on a stop; 0 only then.
+        checkpoint_every: also written before the first and after the last step and on a stop; 0 only then.
         advantage: ``grpo``, ``rloo`` or ``dr_grpo``.
         normalize, leave_one_out: of ``grpo`` advantages.
         updates_per_step: optimizer updates per step; each trains an equal part of the step's

@@ -47,8 +47,10 @@ def run_grpo(
     number and the seed alone, so a resumed run continues exactly as an uninterrupted one.
 
     ``should_stop`` is asked between steps and again after the rollouts, when the step is discarded
-    as if it had never begun. On a stop the last completed step is checkpointed. Metrics are logged
-    once per step, under the step's own number; evaluations appear there as ``held_out/NAME``.
+    as if it had never begun. A checkpoint is written before the first step (so that a resume repeats
+    no warm start), every ``checkpoint_every`` steps, after the last one, and on a stop of the last
+    completed one. Metrics are logged once per step, under the step's own number; evaluations appear
+    there as ``held_out/NAME``.
 
     Args:
         rows: what the rollout source understands; order and content must be the same on a resume.
@@ -75,6 +77,9 @@ def run_grpo(
         held_out = _evaluate(evaluate, state)
         if metrics_logger is not None:
             metrics_logger.log(state.step, held_out)
+    if checkpoints is not None and written is None:
+        _write_checkpoint(checkpoints, policy, state, identity)
+        written = state.step
 
     for step in range(state.step + 1, settings.steps + 1):
         if should_stop():
