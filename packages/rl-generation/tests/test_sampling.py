@@ -136,12 +136,15 @@ def test_the_draw_inverts_the_cumulative_distribution() -> None:
     assert draw(logprobs, u).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_the_draw_resolves_every_token_of_a_large_vocabulary() -> None:
-    """Sums in float32 would be off by many tokens here."""
-    vocabulary = 150_001
-    wanted = torch.tensor([0, 1, 70_000, 149_998, 150_000])
-    logprobs = torch.full((len(wanted), vocabulary), -math.log(vocabulary))
-    assert torch.equal(draw(logprobs, (wanted.double() + 0.5) / vocabulary), wanted)
+def test_rare_tokens_behind_a_likely_one_keep_their_share() -> None:
+    """A thousand tokens of 1e-9 each: sums in float32 would merge sixty of them into one."""
+    logprobs = torch.full((1, 1001), math.log(1e-9))
+    logprobs[0, 0] = math.log1p(-1e-6)
+    u = 1 - 1e-6 * (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens = draw(logprobs.expand(4000, -1), u)
+    counts = torch.bincount(tokens, minlength=1001)[1:]
+    assert (counts > 0).sum() > 900
+    assert counts[counts > 0].float().mean() == pytest.approx(4, abs=0.1)
 
 
 def test_the_draw_stays_below_the_total_of_any_distribution() -> None:
