@@ -29,8 +29,8 @@ _LLAMA3_ROPE = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Small, so that sequences of the tests reach the stretched frequencies.
-    "original_max_position_embeddings": 16,
+    # Small, so that kept, blended and stretched frequencies all occur.
+    "original_max_position_embeddings": 64,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),

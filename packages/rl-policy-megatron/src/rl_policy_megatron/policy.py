@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,6 +210,7 @@ class MegatronPolicy:
         Raises:
             CheckpointError: the directory is not empty or cannot be written.
         """
+        self._require_open()
         steps, optimizer = self._optimizer.state(self._weight_map)
         state = PolicyState(
             weights=dict(self.stream_weights()),
@@ -244,6 +246,10 @@ class MegatronPolicy:
         self._closed = True
         del self._model, self._wrapped, self._optimizer, self._schedule
         self._reference = None
+        if torch.cuda.is_available():
+            # Gradient hooks and parameters refer to each other: only the collector frees them now.
+            gc.collect()
+            torch.cuda.empty_cache()
         runtime.release()
 
     def __enter__(self) -> MegatronPolicy:
