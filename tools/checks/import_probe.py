@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,43 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}"[:300] for name in names]
 
 
+@contextlib.contextmanager
+def silence() -> Generator[None]:
+    """Drop what is written to the standard streams, by native code too."""
+    streams = (sys.stdout, sys.stderr)
+    kept = [os.dup(stream.fileno()) for stream in streams]
+    with open(os.devnull, "w") as nowhere:
+        for stream in streams:
+            stream.flush()
+            os.dup2(nowhere.fileno(), stream.fileno())
+        try:
+            yield
+        finally:
+            for stream, descriptor in zip(streams, kept, strict=True):
+                stream.flush()
+                os.dup2(descriptor, stream.fileno())
+                os.close(descriptor)
+
+
 def main(order: dict[str, Any]) -> None:
     """Import `before`, then `modules`; write loaded names and changes to the file `report`."""
-    for name in order["before"]:
-        # Some modules cannot be imported by name once more; those that matter come with their parents.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    loaded_before, before = set(sys.modules), state()
+    with silence():
+        for name in order["before"]:
+            # Some modules cannot be imported by name once more; those that matter come with their parents.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    loaded_before, before, changes = set(sys.modules), state(), []
     for name in order["modules"]:
         importlib.import_module(name)
-    after, new = state(), [name for name in sys.modules if name not in loaded_before]
+        after = state()
+        changes += [f"{name}: {line}" for line in differences(before, after)]
+        before = after
+    new = [name for name in sys.modules if name not in loaded_before]
     ours = {*order["own"], *sys.stdlib_module_names}
     report = {
         "loaded": sorted({name.partition(".")[0] for name in new}),
         "third_party": [name for name in new if name.partition(".")[0] not in ours],
-        "changes": differences(before, after),
+        "changes": changes,
     }
     Path(order["report"]).write_text(json.dumps(report))
 

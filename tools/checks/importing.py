@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,40 +14,25 @@ _PROBE = Path(__file__).with_name("import_probe.py")
 _TIMEOUT_S = 240.0
 
 
-@dataclass(frozen=True)
-class Imported:
-    """The outcome of importing some modules in a fresh interpreter.
-
-    `loaded` holds the top-level names that were not in `sys.modules` before; `changes` one line per change of
-    process state that is not a loaded module.
-    """
-
-    loaded: frozenset[str]
-    changes: tuple[str, ...]
-
-
-def import_afresh(
-    modules: Sequence[str], *, search: Sequence[Path] = (), own: Sequence[str] = ()
-) -> Imported:
-    """Import `modules` in an empty working and home folder and report what that did.
-
-    What third-party packages do when imported is not held against the importer: they are found in a first
-    process and imported before the comparison in a second one. `own` names the top-level packages that are
-    not third-party; `search` goes in front of the module search path.
-
-    Raises RuntimeError with the traceback when an import fails.
-    """
-    alone = _probe(modules, [], search, own)
-    after_others = _probe(modules, alone["third_party"], search, own)
-    return Imported(frozenset(alone["loaded"]), tuple(after_others["changes"]))
-
-
 def loaded_by(modules: Sequence[str], *, search: Sequence[Path] = ()) -> frozenset[str]:
-    """Return the top-level names that importing `modules` adds to `sys.modules`.
+    """Return the top-level names that importing `modules` in a fresh interpreter adds to `sys.modules`.
 
-    Raises RuntimeError with the traceback when an import fails.
+    `search` goes in front of the module search path. Raises RuntimeError with the traceback when an import
+    fails.
     """
     return frozenset(_probe(modules, [], search, [])["loaded"])
+
+
+def changed_by(modules: Sequence[str], *, own: Sequence[str], search: Sequence[Path] = ()) -> list[str]:
+    """Import `modules` in an empty working and home folder; return one line for each change of other state.
+
+    A line starts with the module whose import made the change (or first imported what did). What third-party
+    packages do when imported is not held against the importer: they are found in a first process and imported
+    before the comparison in a second one. `own` names the top-level packages that are not third-party;
+    `search` and errors are those of `loaded_by`.
+    """
+    third_party = _probe(modules, [], search, own)["third_party"]
+    return _probe(modules, third_party, search, own)["changes"]
 
 
 def _probe(
