@@ -48,13 +48,15 @@ def test_what_is_written_comes_back(store):
 
 def test_h6_side_folders_are_ignored_and_left_alone(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
-    for name in ("step_10-hf", "step_x", "step_010", "step_", "other"):
+    for name in ("step_10-hf", "step_11-hf", "step_x", "step_010", "step_", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_12").write_text("a file")
     save(store, 9)
     save(store, 10)
     assert store.latest().step == 10
-    assert entries(store) == ["other", "step_", "step_010", "step_10", "step_10-hf", "step_12", "step_x"]
+    assert store.steps() == [10]
+    side = ["other", "step_", "step_010", "step_10-hf", "step_11-hf", "step_12", "step_x"]
+    assert entries(store) == sorted([*side, "step_10"])
 
 
 def damage_missing_manifest(path):
@@ -85,7 +87,8 @@ def damage_wrong_step(path):
 
 def damage_escaping_name(path):
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../step_4/state.json"] = manifest["files"]["state.json"]
+    other = json.loads((path.parent / "step_4" / "manifest.json").read_text())
+    manifest["files"]["../step_4/state.json"] = other["files"]["state.json"]
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -193,7 +196,7 @@ def test_retention_keeps_the_newest_and_never_counts_damaged_ones(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         save(store, step)
-    damage_missing_manifest(store.path_of(3))
+    damage_truncated_file(store.path_of(3))
     save(store, 4)
     assert store.steps() == [2, 3, 4]
     save(store, 5)

@@ -12,6 +12,7 @@ from rl_algorithms.checkpointing import CheckpointStore
 from rl_algorithms.loops import GRPOSettings, LoopError, run_grpo
 from rl_algorithms.loops.state import LoopState
 from rl_algorithms.losses import ClippedPGLoss
+from rl_algorithms.rewards import OverlongPenalty, RewardShaping
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason
 
 ROWS = list(range(6))
@@ -274,6 +275,21 @@ def test_groups_without_spread_are_not_computed_but_counted(world):
     (batch,) = filtered.policy.trained
     assert batch.global_valid_tokens < metrics["tokens"]
     assert filtered.recorder.entries[1][1]["reward_mean"] == metrics["reward_mean"]
+
+
+def test_a2_a_length_penalty_does_not_make_an_all_wrong_group_informative(new_world):
+    """All answers are wrong and paid by length alone: no spread, and not trained when so asked."""
+    shaping = RewardShaping(overlong=OverlongPenalty(max_length=3, buffer=2))
+    trained = []
+    for filtering in (False, True):
+        world = new_world()
+        world.source.replace = lambda step, rollout: replace(rollout, reward=0.0)
+        run(world, replace(SETTINGS, steps=1, shaping=shaping, filter_zero_spread=filtering))
+        metrics = world.recorder.entries[1][1]
+        assert metrics["zero_spread_groups"] == 4
+        assert metrics["reward_mean"] == 0 > metrics["reward_shaped_mean"]
+        trained.append(metrics["samples_trained"])
+    assert trained == [32, 0]
 
 
 def test_d1_each_update_has_its_own_denominators(new_world):

@@ -21,8 +21,8 @@ def test_token_normalised_over_the_whole_batch(tensor_view):
     assert total.item() == metrics["loss"].value() == metrics["nll"].value() == 3.0
     assert metrics["valid_tokens"].value() == 4
     assert logprobs.grad.tolist() == [[0, -0.25, -0.25, -0.25], [0, -0.25, 0, 0]]
-    whole, _ = SFTLoss()(tensor_view(logprobs), batch)
-    assert whole.item() == pytest.approx(3.0)
+    whole, metrics = SFTLoss()(tensor_view(logprobs), batch)
+    assert whole.item() == metrics["nll"].value() == pytest.approx(3.0)
 
 
 def test_nothing_to_learn_is_zero(tensor_view):
