@@ -5,6 +5,8 @@ import yaml
 
 from rl_app_core.config import ConfigError, load_config, to_yaml
 from rl_app_core.config.errors import closest_path
+from rl_app_core.config.loading import known_paths
+from rl_app_core.config.reference import reference
 
 SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
 
@@ -107,3 +109,11 @@ def test_sections_are_frozen():
 def test_a_sibling_of_the_same_name_is_preferred_to_a_distant_one():
     known = ["a.size", "b.c.size", "b.sizes"]
     assert closest_path("b.size", known) == "b.c.size"
+
+
+def test_the_reference_has_every_key_with_its_default():
+    table = reference()
+    for path in known_paths():
+        if not any(other.startswith(f"{path}.") for other in known_paths()):
+            assert f"| `{path}` |" in table, path
+    assert "| `algorithm.group_size` | `8` | Rollouts of each prompt" in table

@@ -9,16 +9,19 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .config.sections import Cluster
+from .guardian import guarded_children
+
+# A batch of rollouts is a few megabytes; Ray's default takes a third of the machine.
+_OBJECT_STORE_BYTES = 256 * 2**20
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_metrics_collection": "0",
-    # A worker whose driver was killed must not wait for anybody.
-    "RAY_kill_child_processes_on_worker_exit": "true",
 }
 
 
@@ -38,38 +41,45 @@ def ray_cluster(settings: Cluster, logs: Path) -> Iterator[None]:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if settings.address is not None:
+        with _connection(settings.address, address=settings.address):
+            yield
+        return
+    # Ray's sockets live below this folder and their paths must stay short.
+    scratch = Path(tempfile.mkdtemp(prefix="rl-"))
+    try:
+        with (
+            guarded_children(scratch, wait_s=settings.shutdown_timeout_s),
+            _connection(
+                "on this machine",
+                address="local",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(scratch),
+                _node_ip_address="127.0.0.1",
+            ),
+        ):
+            yield
+    except Exception:
+        _keep_logs(scratch, logs / "ray")
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _connection(where: str, **arguments: Any) -> Iterator[None]:
     import ray
 
-    own = settings.address is None
-    # Ray's sockets live below this folder and their paths must stay short.
-    scratch = Path(tempfile.mkdtemp(prefix="rl-")) if own else None
     try:
-        try:
-            if own:
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=256 * 2**20,
-                    _temp_dir=str(scratch),
-                    _node_ip_address="127.0.0.1",
-                )
-            else:
-                ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:
-            where = f"at {settings.address}" if settings.address else "on this machine"
-            raise ClusterError(f"no Ray cluster {where}: {error}") from error
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+    except Exception as error:
+        raise ClusterError(f"no Ray cluster {where}: {error}") from error
+    try:
         yield
-    except Exception:
-        if scratch is not None:
-            _keep_logs(scratch, logs / "ray")
-        raise
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _keep_logs(scratch: Path, target: Path) -> None:

@@ -46,12 +46,13 @@ def known_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         yield path
-        section = _section_of(field.annotation)
+        section = section_of(field.annotation)
         if section is not None:
             yield from known_paths(section, f"{path}.")
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, ``None`` for a plain value."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     for option in options:
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,15 +28,31 @@ class TinyModel(Section):
     vocab_size: Annotated[int, Field(ge=300, le=65536)] = 512
     """Entries of the byte-level BPE tokenizer, special tokens included."""
     hidden_size: PositiveInt = 64
+    """Width of the residual stream."""
     intermediate_size: PositiveInt = 192
+    """Width inside the MLP."""
     layers: PositiveInt = 2
+    """Transformer blocks."""
     heads: PositiveInt = 2
+    """Query heads."""
     kv_heads: PositiveInt = 1
+    """Key and value heads; a divisor of ``heads``."""
     head_dim: PositiveInt = 32
+    """Width of a head; even."""
     initializer_range: Positive = 0.08
+    """Standard deviation of the initial matrices."""
     context: PositiveInt = 1024
     """Longest sequence, in tokens."""
     rope_theta: Positive = 10000.0
+    """Base of the rotary positions."""
+
+    @model_validator(mode="after")
+    def _shape(self) -> TinyModel:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        return self
 
 
 class Model(Section):
@@ -86,6 +103,7 @@ class HeldOutData(Section):
     """Problems that are never trained on, chosen by a hash of their content."""
 
     size: PositiveInt = 256
+    """How many of them are used at most."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of all distinct problems that is set aside; at most ``size`` of them are used."""
     path: Path | None = None
@@ -93,6 +111,8 @@ class HeldOutData(Section):
 
 
 class Data(Section):
+    """Rows to train on and rows to be measured on."""
+
     train: TrainData
     held_out: HeldOutData = HeldOutData()
 
@@ -101,31 +121,43 @@ class Environment(Section):
     """The in-process environment that generated rows are played in."""
 
     name: str = "exact_answer"
+    """``exact_answer``, or ``calculator`` with a tool to call; rows of a file name their own."""
 
 
 class DemonstrationPhase(Section):
     """Until this warm-start step, this share of the demonstrations shows the long way."""
 
     until_step: PositiveInt
+    """Last step of the phase."""
     share: Share
+    """Probability that a demonstration shows the long way."""
 
 
 class WarmStart(Section):
     """Supervised steps before reinforcement learning; 0 steps turn it off."""
 
     steps: Count = 0
+    """Supervised updates."""
     batch_size: PositiveInt = 64
+    """Demonstrations per update."""
     demonstrations: str = "addition"
     """Which demonstrations: ``addition`` (thinks digit by digit, or answers at once) or
     ``calculator`` (calls the tool, or answers at once)."""
     phases: tuple[DemonstrationPhase, ...] = ()
+    """``{until_step, share}`` each, in order: up to that step, this share of the demonstrations shows the
+    long way. The last must reach ``steps``."""
     learning_rate: NonNegative = 6e-3
+    """At the top of the schedule."""
     warmup_steps: Count = 20
+    """Steps of linear rise to it."""
     final_share: Share = 0.1
     """The cosine schedule ends at this share of the learning rate."""
-    adam_betas: tuple[Share, Share] = (0.9, 0.98)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """Decay of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
+    """Of matrices, never of norms and biases."""
     gradient_clip: Positive = 1.0
+    """Largest norm of the gradient."""
 
     @model_validator(mode="after")
     def _phases_cover_the_steps(self) -> WarmStart:
@@ -143,27 +175,49 @@ class Algorithm(Section):
     """Group relative policy optimisation."""
 
     steps: PositiveInt = 30
+    """Of the whole run, resumed parts included."""
     prompts_per_step: PositiveInt = 32
+    """Rows taken by a step."""
     group_size: PositiveInt = 8
     """Rollouts of each prompt; the group that advantages are computed in."""
     updates_per_step: PositiveInt = 1
+    """Optimizer updates, each on an equal part of the step's rollouts."""
     learning_rate: NonNegative = 2e-4
+    """After the warm-up; 0 changes nothing, as a control."""
     warmup_steps: Count = 5
-    adam_betas: tuple[Share, Share] = (0.9, 0.95)
+    """Steps of linear rise to it."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
+    """Of matrices, never of norms and biases."""
     gradient_clip: Positive = 1.0
+    """Largest norm of the gradient."""
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
+    """``grpo`` (centred and divided by the group's standard deviation), ``rloo`` (against the mean of
+    the others) or ``dr_grpo`` (centred only)."""
     leave_one_out: bool = False
+    """With ``grpo``: mean and deviation of the other members of the group."""
     clip_low: Share = 0.2
+    """How far the importance ratio may fall below 1."""
     clip_high: NonNegative = 0.28
+    """How far it may rise above 1."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the term for negative advantages, in multiples of the advantage."""
     kl_coefficient: NonNegative = 0.0
+    """Weight of the KL term against the policy at the start of reinforcement learning."""
     kl_form: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
     entropy_coefficient: NonNegative = 0.0
+    """Weight of the entropy bonus."""
     normalization: Literal["token", "sequence", "constant"] = "token"
+    """What the loss is a mean over: all tokens, sequences, or sequences of ``max_new_tokens``."""
     importance_correction: Literal["tis", "icepop"] | None = None
+    """Correction for an engine whose log-probabilities differ from the policy's: clamp the weights of
+    tokens (``tis``) or drop tokens outside the bounds (``icepop``)."""
     importance_max: Positive | None = None
+    """Upper bound of the weights; given together with the correction."""
     importance_min: Positive | None = None
+    """Lower bound of the weights; ``icepop`` needs it."""
     overlong_filtering: bool = False
     """Truncated answers keep their place in the baseline and are not trained."""
     shuffle_rewards: bool = False
@@ -173,6 +227,8 @@ class Algorithm(Section):
     def _combinations(self) -> Algorithm:
         if (self.importance_correction is None) != (self.importance_max is None):
             raise ValueError("importance_correction and importance_max are given together or not at all")
+        if self.importance_correction == "icepop" and self.importance_min is None:
+            raise ValueError("importance_correction=icepop needs importance_min as well as importance_max")
         if self.leave_one_out and self.advantage != "grpo":
             raise ValueError(f"leave_one_out belongs to advantage=grpo, not to {self.advantage}")
         if self.updates_per_step > self.prompts_per_step:
@@ -186,11 +242,15 @@ class Generation(Section):
     """The rollout engine and how it samples during training."""
 
     backend: Literal["megatron"] = "megatron"
+    """``megatron``: the policy's own model with a key-value cache."""
     max_new_tokens: PositiveInt = 32
     """Per turn."""
     temperature: Positive = 1.0
+    """Of sampling and of scoring."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must be 1: the policy cannot score a truncated distribution."""
     top_k: Count = 0
+    """Must be 0, for the same reason."""
 
     @model_validator(mode="after")
     def _scorable(self) -> Generation:
@@ -203,7 +263,10 @@ class Generation(Section):
 
 
 class Policy(Section):
+    """How the policy computes."""
+
     precision: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. On CPUs bfloat16 is several times slower."""
     micro_batch_size: PositiveInt = 64
     """Sequences per forward and backward pass; results do not depend on it."""
 
@@ -216,13 +279,19 @@ class Evaluation(Section):
 
 
 class Checkpointing(Section):
+    """When the run can be resumed from; before the first and after the last step always."""
+
     every: PositiveInt = 10
+    """Steps between checkpoints."""
     keep: PositiveInt = 2
     """How many of the newest are kept."""
 
 
 class Logging(Section):
+    """Beside ``metrics.jsonl``, which is always written."""
+
     tensorboard: bool = True
+    """Write TensorBoard files below ``logs``."""
     rollouts_per_step: Count = 4
     """How many rollouts of each step go to rollouts.jsonl."""
 
@@ -235,15 +304,18 @@ class Cluster(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the worker; 0 takes all cores that this process may use."""
     start_timeout_s: Positive = 180.0
+    """For the worker to load its model."""
     call_timeout_s: Positive = 3600.0
     """No single call to a worker may take longer."""
     shutdown_timeout_s: Positive = 20.0
+    """For the worker to release what it holds; then it is ended."""
 
 
 class RunConfig(Section):
     """One run of GRPO."""
 
     seed: Count = 0
+    """Of everything that is drawn: initial weights, demonstrations, row order, sampled tokens."""
     model: Model
     data: Data
     environment: Environment = Environment()

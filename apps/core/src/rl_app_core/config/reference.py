@@ -1,0 +1,55 @@
+"""The table of all settings, written from the sections themselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from .loading import section_of
+from .sections import RunConfig
+
+
+def reference(model: type[BaseModel] = RunConfig, prefix: str = "") -> str:
+    """Markdown: one heading per section, one line per key with its default and meaning."""
+    return "\n".join(_lines(model, prefix))
+
+
+def _lines(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    sections: list[tuple[str, type[BaseModel]]] = []
+    rows: list[str] = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        section = section_of(field.annotation)
+        if section is not None:
+            sections.append((path, section))
+            continue
+        meaning = " ".join((field.description or "").split())
+        rows.append(f"| `{path}` | {_default(field.default)} | {meaning} |")
+    if rows:
+        yield f"## {prefix.rstrip('.') or 'General'}"
+        yield ""
+        if prefix and model.__doc__:
+            yield " ".join(model.__doc__.split())
+            yield ""
+        yield "| key | default | meaning |"
+        yield "|---|---|---|"
+        yield from rows
+        yield ""
+    for path, section in sections:
+        yield from _lines(section, f"{path}.")
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,95 @@
+"""A small process that outlives the driver just long enough to end everything the driver started.
+
+Ray's daemons share the driver's fate, but their own helpers notice a death by polling, and some wait a
+minute for a server that is gone. The guardian waits on a pipe that only the driver holds. When the pipe
+closes, however the driver ended, it kills every process that carries the run's mark in its environment and
+deletes the run's scratch folder.
+
+Run by path as a script it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = "RL_RUN_MARK"
+_SWEEP_S = 5.0
+_PAUSE_S = 0.1
+
+
+@contextlib.contextmanager
+def guarded_children(scratch: Path, *, wait_s: float) -> Iterator[None]:
+    """Every process started inside the block ends with it, or with this process if that is killed.
+
+    Children are recognised by an environment variable that they inherit, so whatever they detach from
+    (session, process group, parent) they are found. Linux only: elsewhere it does nothing.
+
+    Args:
+        scratch: a folder of theirs that is deleted afterwards, too.
+        wait_s: how long the end of the block may wait for the last of them.
+    """
+    if not Path("/proc/self/environ").exists():
+        yield
+        return
+    before = os.environ.get(MARK)
+    mark = secrets.token_hex(8)
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark, str(scratch)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = before
+        if watcher.stdin is not None:
+            watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watcher.wait(wait_s)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Process ids that carry the mark and are not zombies."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            # A zombie's environment reads as empty.
+            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _watch(mark: str, scratch: str) -> None:
+    # A terminal's Ctrl-C and hang-up are meant for the driver, which may want to end in its own time.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    deadline = time.monotonic() + _SWEEP_S
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(*sys.argv[1:])

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+# No run of these tests takes a quarter of this on an idle machine.
+DEADLINE_S = 900
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished ``grpo`` command and its run directory."""
+
+    directory: Path
+    process: subprocess.CompletedProcess[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return {record["step"]: record for record in map(json.loads, lines)}
+
+    @property
+    def rollouts(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def grpo() -> Callable[..., Run]:
+    """Run a ``grpo`` command to its end: ``grpo(*words, directory=RUN_DIR)``."""
+    return _run_grpo
+
+
+def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
+    """Run the command to its end, off a terminal; its output is kept and its exit code checked."""
+    process = subprocess.run(
+        [sys.executable, "-m", "rl_app_grpo", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "RL_ACTOR_ENVS_SYSTEM": "1"},
+        check=False,
+    )
+    assert process.returncode == expect, f"{process.stdout}\n{process.stderr}"
+    return Run(directory, process)
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory) -> Run:
+    """The default job, ten steps shorter than its recipe, with every checkpoint kept."""
+    directory = tmp_path_factory.mktemp("default") / "run"
+    words = ["run", "-o", directory, "algorithm.steps=20", "checkpointing.every=5", "checkpointing.keep=9"]
+    return _run_grpo(*words, directory=directory)
+
+
+@pytest.fixture
+def branch(learned, tmp_path) -> Callable[[int, Sequence[str]], Run]:
+    """Continue a copy of the default run from one of its checkpoints with other settings."""
+
+    def resume(step: int, changes: dict[str, Any]) -> Run:
+        directory = tmp_path / "branch"
+        shutil.copytree(learned.directory, directory)
+        for checkpoint in (directory / "checkpoints").iterdir():
+            if checkpoint.name != f"step_{step}":
+                shutil.rmtree(checkpoint)
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            config[section][name] = value
+        (directory / "config.yaml").write_text(yaml.safe_dump(config))
+        return _run_grpo("resume", directory, directory=directory)
+
+    return resume
