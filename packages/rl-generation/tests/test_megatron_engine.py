@@ -148,6 +148,8 @@ def test_training_after_a_generation_works_and_is_visible_at_once(
     before = generation.generate([request])[0]
     assert not any(t.is_inference() for m in model.modules() for t in vars(m).values() if torch.is_tensor(t))
     ids = torch.tensor([(1, 2, 3, *before.token_ids)])
+    # What megatron remembers of the positions it has seen, whoever asked first.
+    assert not model.rotary_pos_emb(ids.shape[1], packed_seq=False, cp_group=None).is_inference()
     logits = model(ids, torch.arange(ids.shape[1])[None], None)
     (-torch.log_softmax(logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])).mean().backward()
     with torch.no_grad():
