@@ -19,6 +19,7 @@ def linear_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of chosen tokens, and the entropy of the whole distribution.
 
@@ -28,12 +29,15 @@ def linear_logprobs(
         token_ids: ``[N, K]`` int64, the tokens to score at each position.
         temperature: > 0.
         chunk_tokens: rows whose logits exist at one time.
+        with_entropy: compute the entropies; else they are 0.
 
     Returns:
         ``[N, K]`` float32 log-probabilities and ``[N]`` float32 entropies in nats, both
         differentiable with respect to ``hidden`` and ``weight``.
     """
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, token_ids, temperature, chunk_tokens)
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, token_ids, temperature, chunk_tokens, with_entropy
+    )
     return logprobs, entropy
 
 
@@ -67,20 +71,23 @@ class _LinearLogprobs(torch.autograd.Function):
         token_ids: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
+        with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(normalizer)
+        entropy = torch.zeros_like(normalizer)
         transposed = weight.t()
         for rows in _chunks(len(hidden), chunk_tokens):
             logits = _tempered(hidden[rows] @ transposed, temperature)
             largest = logits.amax(-1, keepdim=True)
             logits.sub_(largest)
-            unnormalized = logits.exp()
+            chosen = logits.gather(1, token_ids[rows])
+            unnormalized = logits.exp() if with_entropy else logits.exp_()
             mass = unnormalized.sum(-1)
             log_mass = mass.log()
-            logprobs[rows] = logits.gather(1, token_ids[rows]) - log_mass[:, None]
-            entropy[rows] = log_mass - (unnormalized.mul_(logits).sum(-1) / mass)
+            logprobs[rows] = chosen - log_mass[:, None]
+            if with_entropy:
+                entropy[rows] = log_mass - (unnormalized.mul_(logits).sum(-1) / mass)
             normalizer[rows] = log_mass + largest[:, 0]
         ctx.save_for_backward(hidden, weight, token_ids, normalizer, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -95,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         transposed = weight.t()
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             log_p = _tempered(hidden[rows] @ transposed, ctx.temperature).sub_(normalizer[rows, None])
@@ -117,4 +124,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None

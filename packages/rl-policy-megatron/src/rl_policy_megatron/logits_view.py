@@ -35,7 +35,10 @@ class HiddenStatesView:
 
     def logprobs(self) -> torch.Tensor:
         """``[B, S]`` log-probability of each token given its prefix."""
-        return self._own_tokens()[0]
+        if torch.is_grad_enabled() or self._computed is not None:
+            return self._own_tokens()[0]
+        # Scoring wants nothing else, so it does not pay for the entropy.
+        return self._layout.scatter(self._score(self._layout.token_ids[:, None])[0][:, 0])
 
     def entropy(self) -> torch.Tensor:
         """``[B, S]`` entropy, in nats, of the distribution that each token was drawn from."""
@@ -70,15 +73,18 @@ class HiddenStatesView:
     def _own_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Both come from one pass: the entropy costs little beside the logits that it needs.
         if self._computed is None:
-            logprobs, entropy = self._score(self._layout.token_ids[:, None])
+            logprobs, entropy = self._score(self._layout.token_ids[:, None], with_entropy=True)
             self._computed = self._layout.scatter(logprobs[:, 0]), self._layout.scatter(entropy)
         return self._computed
 
-    def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, token_ids: torch.Tensor, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_logprobs(
             self._hidden,
             self._weight,
             token_ids,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
+            with_entropy=with_entropy,
         )

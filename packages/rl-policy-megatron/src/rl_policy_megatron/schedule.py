@@ -31,7 +31,7 @@ class Metric(Protocol):
 class LossFunction(Protocol):
     """``loss_fn(logits, batch) -> (loss, metrics)``, the loss being a share of the global loss."""
 
-    def __call__(self, logits: Any, batch: Any) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
+    def __call__(self, logits: Any, batch: Any, /) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
 
 
 @dataclass(slots=True)
