@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,12 +9,6 @@ import pytest
 
 from tools.lock.neutral import REGISTRY, addresses, neutralise
 from tools.lock.workspace import EXPORTS, LockError, Workspace
-
-
-def workspace(root: Path) -> Workspace:
-    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    assert uv is not None, "uv is not in this environment"
-    return Workspace(root=root, uv=uv)
 
 
 WITH_ADDRESSES = """
@@ -52,7 +43,7 @@ def test_the_tracked_lock_is_neutral(root: Path) -> None:
 
 
 def test_the_tracked_lock_is_current(root: Path) -> None:
-    workspace(root).check()
+    Workspace(root).check()
 
 
 def test_what_must_not_be_installed_is_not_in_the_lock(root: Path) -> None:
@@ -65,7 +56,7 @@ def test_an_address_in_the_lock_is_seen(copied_workspace: Path) -> None:
     lock = copied_workspace / "uv.lock"
     lock.write_text(lock.read_text().replace(f'registry = "{REGISTRY}"', 'registry = "https://i.example"', 1))
     with pytest.raises(LockError, match="names an address on line"):
-        workspace(copied_workspace).check()
+        Workspace(copied_workspace).check()
 
 
 def test_a_changed_declaration_is_seen(copied_workspace: Path) -> None:
@@ -74,7 +65,7 @@ def test_a_changed_declaration_is_seen(copied_workspace: Path) -> None:
     declaration.write_text(text.replace("dependencies = [", 'dependencies = ["numpy>=1",', 1))
     assert declaration.read_text() != text
     with pytest.raises(LockError, match=r"uv\.lock is not what the declarations give: run `hatch run lock`"):
-        workspace(copied_workspace).check()
+        Workspace(copied_workspace).check()
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -82,7 +73,7 @@ def test_a_changed_pin_is_seen(copied_workspace: Path, name: str) -> None:
     pins = copied_workspace / name
     pins.write_text(pins.read_text().replace("uv==", "uv==0.", 1))
     with pytest.raises(LockError, match=f"{name} is not what uv.lock gives"):
-        workspace(copied_workspace).check()
+        Workspace(copied_workspace).check()
 
 
 def test_every_pin_is_hashed(root: Path) -> None:

@@ -86,7 +86,8 @@ def main(order: dict[str, Any]) -> None:
             # Some modules cannot be imported by name once more; those that matter come with their parents.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    loaded_before, before, changes = set(sys.modules), state(), []
+    changes: list[str] = []
+    loaded_before, before = set(sys.modules), state()
     for name in order["modules"]:
         importlib.import_module(name)
         after = state()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +31,9 @@ class LockError(RuntimeError):
 
 @dataclass(frozen=True)
 class Workspace:
-    """The workspace at `root`, locked with the uv executable `uv`."""
+    """The workspace at `root`, locked with the uv of this environment, or else the one on PATH."""
 
     root: Path
-    uv: str = "uv"
 
     @property
     def lock_file(self) -> Path:
@@ -87,8 +88,11 @@ class Workspace:
         keep = {"UV_CACHE_DIR", "UV_OFFLINE", "UV_SYSTEM_CERTS", "UV_NATIVE_TLS"}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in keep}
         environment.pop("VIRTUAL_ENV", None)
+        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        if uv is None:
+            raise LockError("uv is neither in this environment nor on PATH: use `./hatch run lock`")
         done = subprocess.run(
-            [self.uv, *arguments],
+            [uv, *arguments],
             cwd=self.root,
             env=environment,
             stdin=subprocess.DEVNULL,
