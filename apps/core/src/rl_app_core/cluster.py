@@ -22,6 +22,8 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_metrics_collection": "0",
+    # Workers started in advance have the driver's environment; ours bring their own.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 

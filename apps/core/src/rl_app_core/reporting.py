@@ -9,13 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_PLAIN_LINES_PER_PHASE = 10
+# Off a terminal a phase prints at most this many lines with a measurement and, where those are rarer, without.
+_MEASURED_LINES = 12
+_PLAIN_LINES = 6
 
 
 class RunReporter:
     """Progress of the phases of a run, one after the other.
 
-    Off a terminal each phase prints at most about ten lines, whatever its length.
+    Off a terminal each phase prints at most 18 lines, whatever its length.
     """
 
     def __init__(self, console: Console) -> None:
@@ -24,6 +26,8 @@ class RunReporter:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total = 0
+        self._last_line = 0
+        self._last_measured = 0
 
     def __enter__(self) -> RunReporter:
         return self
@@ -41,6 +45,7 @@ class RunReporter:
         """Start counting a phase of ``total`` steps, ``completed`` of which are done already."""
         self.end_phase()
         self._total = total
+        self._last_line = self._last_measured = completed
         if self._live:
             self._progress = Progress(
                 TextColumn("{task.description:<12}"),
@@ -53,15 +58,22 @@ class RunReporter:
             self._progress.start()
             self._task = self._progress.add_task(name, total=total, completed=completed, note="")
 
-    def advance(self, name: str, step: int, numbers: Mapping[str, float], *, always: bool = False) -> None:
-        """Step ``step`` of the phase is done; ``always`` keeps its line whatever the interval."""
+    def advance(self, name: str, step: int, numbers: Mapping[str, float], *, measured: bool = False) -> None:
+        """Step ``step`` of the phase is done; a ``measured`` one has a result worth keeping on the screen."""
         note = "  ".join(f"{label} {value:.3g}" for label, value in numbers.items())
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, note=note)
-            if always:
-                self.line(f"{name} {step:>4}/{self._total}  {note}")
-        elif always or step % max(1, self._total // _PLAIN_LINES_PER_PHASE) == 0:
+        if self._is_due(step, measured):
             self.line(f"{name} {step:>4}/{self._total}  {note}")
+
+    def _is_due(self, step: int, measured: bool) -> bool:
+        if measured:
+            due = step == self._total or (step - self._last_measured) * _MEASURED_LINES >= self._total
+            self._last_measured = step if due else self._last_measured
+        else:
+            due = not self._live and (step - self._last_line) * _PLAIN_LINES >= self._total
+        self._last_line = step if due else self._last_line
+        return due
 
     def end_phase(self) -> None:
         """Take the live display down; idempotent."""

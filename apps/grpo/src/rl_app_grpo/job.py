@@ -220,7 +220,7 @@ def _watcher(
         shown = {"reward": metrics["reward_mean"], "length": metrics["length_mean"]}
         if held_out is not None:
             shown["held-out accuracy"] = held_out
-        reporter.advance("grpo", report.step, shown, always=held_out is not None)
+        reporter.advance("grpo", report.step, shown, measured=held_out is not None)
         for index, trajectory in enumerate(report.trajectories[: config.logging.rollouts_per_step]):
             record = _rollout_record(report.step, trajectory, float(report.advantages[index]))
             append_record(directory.rollouts_file, record)
