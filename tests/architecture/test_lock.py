@@ -10,7 +10,6 @@ import pytest
 from tools.lock.neutral import REGISTRY, addresses, neutralise
 from tools.lock.workspace import EXPORTS, LockError, Workspace
 
-
 WITH_ADDRESSES = """
 source = { registry = "https://index.example/simple" }
 sdist = { url = "https://files.example/packages/aa/bb/thing-1.0.tar.gz", hash = "sha256:00", size = 7 }
