@@ -224,6 +224,7 @@ def test_batch_without_rows_changes_nothing(
     assert policy.train(nothing, token_mean_loss, learning_rate=1e-2) == {"loss": 0.0, "grad_norm": 0.0}
     assert _same(before, _weights(policy))
     assert policy.logprobs(nothing).shape == nothing.input_ids.shape
+    assert policy.token_logits(nothing).shape == (*nothing.input_ids.shape, 61)
     assert not any(gradient.any() for gradient in policy.gradients(nothing, token_mean_loss).values())
 
 
@@ -272,6 +273,23 @@ def test_a_loss_draws_from_the_policys_own_stream(
     assert len({*drawn[3], *drawn[4]}) == 4
     torch.manual_seed(3)
     assert drawn[3] == [float(torch.rand(())), float(torch.rand(()))]
+
+
+def test_a_loss_may_score_with_this_and_another_policy(
+    policy_of: Callable[..., Any], rows_of: Callable[..., Any], token_mean_loss: Callable[..., Any]
+) -> None:
+    policy, teacher, batch = policy_of("llama", micro_batch_size=3), policy_of("qwen2"), rows_of(LENGTHS)
+    expected = policy.gradients(batch, token_mean_loss)
+
+    def nested(logits: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        own = logits.logprobs()
+        torch.testing.assert_close(policy.logprobs(rows), own.detach(), rtol=0, atol=1e-5)
+        assert policy.model.training
+        assert not teacher.logprobs(rows).requires_grad
+        return token_mean_loss(logits, rows)
+
+    found = policy.gradients(batch, nested)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_non_finite_loss_or_gradient_changes_no_weight(

@@ -81,15 +81,24 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
-        if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+        if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **(kwargs or {}))
+
+
+def _names_cuda(device: Any) -> bool:
+    # A bare number is an index of CUDA devices.
+    return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
 @contextmanager
 def device_scope() -> Generator[None]:
     """Around megatron's schedules, gradient buffers and optimizers; no effect where CUDA exists."""
-    with _CudaMeansCpu() if active() else nullcontext():
+    if not active():
+        yield
+        return
+    # A loss function may score with another policy, so a scope can begin where one was suspended.
+    with torch._C._EnableTorchFunction(), _CudaMeansCpu():
         yield
 
 

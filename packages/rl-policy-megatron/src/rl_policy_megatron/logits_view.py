@@ -13,7 +13,8 @@ class HiddenStatesView:
     """Per-token numbers of one micro-batch, computed when asked for.
 
     Everything is float32, differentiable, and laid out ``[B, S, …]``: entry ``[b, i]`` belongs to
-    token ``i`` of row ``b``, under the sampling temperature. Column 0 and padding are 0.
+    token ``i`` of row ``b``, under the sampling temperature. Column 0 and padding are 0. Results lie
+    on the batch's device.
     """
 
     def __init__(

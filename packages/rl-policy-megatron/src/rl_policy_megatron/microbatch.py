@@ -71,6 +71,7 @@ class TokenLayout:
 
     Attributes:
         shape: ``(B, S)`` of the micro-batch.
+        device: where the micro-batch lies, and its results belong.
         model_input: ``[B, L]`` int64 on the model's device, L ≤ S − 1, padding replaced by 0.
         token_ids: ``[N]`` int64, the predicted tokens, row by row.
         source: ``[N]`` int64, their rows in hidden states ``[L, B, H]`` seen as ``[L · B, H]``.
@@ -78,6 +79,7 @@ class TokenLayout:
     """
 
     shape: tuple[int, int]
+    device: torch.device
     model_input: torch.Tensor
     token_ids: torch.Tensor
     source: torch.Tensor
@@ -92,10 +94,16 @@ class TokenLayout:
         model_input = ids[:, : max(longest - 1, 0)].masked_fill(~real[:, : max(longest - 1, 0)], 0)
         row, column = real[:, 1:longest].nonzero(as_tuple=True)
         target = row * width + column + 1
-        return cls((rows, width), model_input, ids.reshape(-1)[target], column * rows + row, target)
+        source = column * rows + row
+        token_ids = ids.reshape(-1)[target]
+        return cls((rows, width), batch.input_ids.device, model_input, token_ids, source, target)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """``[N, …]`` values of the predicted tokens → ``[B, S, …]``, 0 elsewhere; differentiable."""
+        """``[N, …]`` values of the predicted tokens → ``[B, S, …]``, 0 elsewhere; differentiable.
+
+        The result lies where the micro-batch does, so that a loss can combine the two.
+        """
         rows, width = self.shape
         flat = values.new_zeros((rows * width, *values.shape[1:]))
-        return flat.index_copy(0, self.target, values).view(rows, width, *values.shape[1:])
+        placed = flat.index_copy(0, self.target, values).view(rows, width, *values.shape[1:])
+        return placed.to(self.device)

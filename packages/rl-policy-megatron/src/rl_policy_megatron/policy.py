@@ -123,11 +123,14 @@ class MegatronPolicy:
         Raises:
             BatchError: the batch breaks its contract.
         """
+        self._require_open()
         check_batch(batch, self.vocab_size)
         device = cpu_adapter.device()
         ids, lengths = batch.input_ids.to(device), batch.lengths.to(device)
         positions = torch.arange(ids.size(1), device=device).expand_as(ids)
         padding = positions >= lengths[:, None]
+        if not ids.numel():
+            return torch.zeros((*ids.shape, self.vocab_size))
         with torch.no_grad():
             logits = self.model(ids.masked_fill(padding, 0), positions, None).float()
         return logits.masked_fill_(padding[:, :, None], 0).cpu()
