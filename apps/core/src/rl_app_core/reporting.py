@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-# Off a terminal a phase prints at most this many lines with a measurement and, where those are rarer, without.
+# Off a terminal a phase prints at most so many lines with a measurement and, where those are rare, without.
 _MEASURED_LINES = 12
 _PLAIN_LINES = 6
 
