@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,3 +146,28 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def transformers_loss() -> Callable[..., torch.Tensor]:
+    """``transformers_loss(model, batch)``: the token mean loss over a transformers model."""
+
+    def compute(model: Any, batch: Rows) -> torch.Tensor:
+        log_p = model(batch.input_ids).logits.log_softmax(-1)[:, :-1]
+        chosen = log_p.gather(2, batch.input_ids[:, 1:, None])[..., 0]
+        return -(chosen * batch.mask[:, 1:]).sum() / batch.denominator
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def weights_hash() -> Callable[[Any], str]:
+    """``weights_hash(policy)``: equal exactly when every bit of the weights is."""
+
+    def compute(policy: Any) -> str:
+        digest = hashlib.sha256()
+        for _, tensor in policy.stream_weights():
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    return compute

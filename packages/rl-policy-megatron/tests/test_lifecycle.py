@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ else:
     assert _run(code).stderr == ""
 
 
+@pytest.mark.slow
 def test_normal_use_prints_nothing_and_listens_on_loopback_only(model_of: Callable[..., Any]) -> None:
     code = """
 import gc, os, sys, warnings
@@ -139,6 +141,26 @@ def test_an_existing_process_group_is_used_and_left_alone(
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name elsewhere")
+def test_gloo_is_kept_on_loopback_unless_told_otherwise(
+    model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+    original = dist.init_process_group
+
+    def looking(*arguments: Any, **options: Any) -> None:
+        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        original(*arguments, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", looking)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    MegatronPolicy(model_of("llama")[0]).shutdown()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,")
+    MegatronPolicy(model_of("llama")[0]).shutdown()
+    assert seen == ["lo", "lo,"]
 
 
 def test_several_processes_are_refused(model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
