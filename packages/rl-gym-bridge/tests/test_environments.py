@@ -78,12 +78,12 @@ def test_calculator_judges_alike_and_has_one_tool_and_two_turns() -> None:
 
 
 def test_names_and_suggestions() -> None:
-    assert environment_names() == ("calculator", "exact_answer")
+    assert environment_names() == ("calculator", "exact_answer", "final_number")
     for name in environment_names():
         assert get_environment(name).name == name
     with pytest.raises(EnvironmentDefinitionError, match="did you mean 'calculator'"):
         get_environment("calculater")
-    with pytest.raises(EnvironmentDefinitionError, match="known: calculator, exact_answer"):
+    with pytest.raises(EnvironmentDefinitionError, match="known: calculator, exact_answer, final_number"):
         get_environment("zzz")
 
 
@@ -199,3 +199,37 @@ def test_a_tool_that_returns_no_text_is_a_fault_of_the_tool() -> None:
 def test_a_type_error_inside_a_tool_is_not_blamed_on_the_policy() -> None:
     with pytest.raises(TypeError, match="inside"):
         Tool("a", "", {}, lambda: (_ for _ in ()).throw(TypeError("inside"))).call({})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("82", "82", 1),
+        ("75 + 7 = 82", "82", 1),
+        ("The sum is 82.", "82", 1),
+        ("It is **82**!", "82", 1),
+        ("about 1,024 then", "1024", 1),
+        ("so 5 - 50 is -45", "-45", 1),
+        ("so 5 - 50 is \N{MINUS SIGN}45", "-45", 1),
+        ("<think>82</think> 81", "82", 0),
+        ("82, or perhaps 83", "82", 0),
+        ("82.5", "82", 0),
+        ("82.5", "5", 0),
+        ("x82", "82", 0),
+        ("no idea", "82", 0),
+        ("", "82", 0),
+    ],
+)
+def test_final_number_takes_the_last_whole_number(text: str, answer: str, reward: int) -> None:
+    verify = get_environment("final_number").verify
+    verdict = verify(row(answer), RolloutResponse(text, (), StopReason.STOP))
+    assert isinstance(verdict, Verdict)
+    assert verdict.reward == reward
+    cut = verify(row(answer), RolloutResponse(text, (), StopReason.LENGTH))
+    assert isinstance(cut, Verdict)
+    assert cut.reward == 0
+
+
+def test_final_number_refuses_a_row_whose_answer_is_no_whole_number() -> None:
+    with pytest.raises(DatasetError, match="exact_answer"):
+        get_environment("final_number").verify(row("Paris"), RolloutResponse("Paris", (), StopReason.STOP))

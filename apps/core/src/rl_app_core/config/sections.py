@@ -121,7 +121,8 @@ class Environment(Section):
     """The in-process environment that generated rows are played in."""
 
     name: str = "exact_answer"
-    """``exact_answer``, or ``calculator`` with a tool to call; rows of a file name their own."""
+    """``exact_answer``, ``final_number`` (the last whole number of the answer counts) or ``calculator``
+    (with a tool to call); rows of a file name their own."""
 
 
 class DemonstrationPhase(Section):

@@ -7,10 +7,11 @@ import difflib
 from ..environment import EnvironmentDefinitionError, LocalEnvironment
 from .calculator import calculator
 from .exact_answer import exact_answer
+from .final_number import final_number
 
-__all__ = ["calculator", "environment_names", "exact_answer", "get_environment"]
+__all__ = ["calculator", "environment_names", "exact_answer", "final_number", "get_environment"]
 
-_FACTORIES = {"calculator": calculator, "exact_answer": exact_answer}
+_FACTORIES = {"calculator": calculator, "exact_answer": exact_answer, "final_number": final_number}
 
 
 def environment_names() -> tuple[str, ...]:

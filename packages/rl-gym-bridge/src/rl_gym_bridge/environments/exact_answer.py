@@ -25,13 +25,27 @@ def verify_exact_answer(row: GymRow, response: RolloutResponse) -> Verdict:
     Raises:
         DatasetError: the row has no answer, or one that is neither a string nor an integer.
     """
-    answer = response.text.rpartition(_THINK_CLOSE)[2].strip()
-    correct = response.stop_reason is StopReason.STOP and answer == _expected(row)
-    thinks = _THINK_OPEN in response.text or _THINK_CLOSE in response.text
-    return Verdict(float(correct), metrics={"thinks": float(thinks)})
+    answer = answer_part(response.text)
+    correct = response.stop_reason is StopReason.STOP and answer == expected_answer(row)
+    return Verdict(float(correct), metrics={"thinks": thinks(response.text)})
 
 
-def _expected(row: GymRow) -> str:
+def answer_part(text: str) -> str:
+    """The text after the last ``</think>`` (all of it, if there is none), stripped."""
+    return text.rpartition(_THINK_CLOSE)[2].strip()
+
+
+def thinks(text: str) -> float:
+    """1 iff the text has a thinking part, else 0."""
+    return float(_THINK_OPEN in text or _THINK_CLOSE in text)
+
+
+def expected_answer(row: GymRow) -> str:
+    """The row's field ``answer`` as text, stripped.
+
+    Raises:
+        DatasetError: it is missing, or neither a string nor an integer.
+    """
     answer = row.verifier.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int)):
         raise DatasetError(
