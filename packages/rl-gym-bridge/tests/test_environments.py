@@ -216,6 +216,9 @@ def test_a_type_error_inside_a_tool_is_not_blamed_on_the_policy() -> None:
         ("82.5", "82", 0),
         ("82.5", "5", 0),
         ("x82", "82", 0),
+        ("082", "82", 1),
+        ("-0", "0", 1),
+        ("9" * 5000, "82", 0),
         ("no idea", "82", 0),
         ("", "82", 0),
     ],
@@ -233,3 +236,23 @@ def test_final_number_takes_the_last_whole_number(text: str, answer: str, reward
 def test_final_number_refuses_a_row_whose_answer_is_no_whole_number() -> None:
     with pytest.raises(DatasetError, match="exact_answer"):
         get_environment("final_number").verify(row("Paris"), RolloutResponse("Paris", (), StopReason.STOP))
+
+
+@pytest.mark.parametrize("name", ["exact_answer", "final_number", "calculator"])
+def test_a_row_that_could_not_be_played_is_refused_beforehand(name: str) -> None:
+    environment = get_environment(name)
+    environment.check(row("82"))
+    without_answer = GymRow({"input": "Calculate 75 + 7."}, {"name": name}, {}, "r2")
+    with pytest.raises(DatasetError, match="'r2'"):
+        environment.check(without_answer)
+    picture = GymRow(
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"name": name},
+        {"answer": "82"},
+        "r3",
+    )
+    with pytest.raises(DatasetError):
+        environment.check(picture)
+    foreign = GymRow({"input": "?", "tools": [{"name": "browser"}]}, {"name": name}, {"answer": "82"}, "r4")
+    with pytest.raises(DatasetError, match="browser"):
+        environment.check(foreign)

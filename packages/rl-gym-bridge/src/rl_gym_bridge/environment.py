@@ -9,6 +9,7 @@ from typing import Any
 
 from .chat import Message
 from .dataset import GymRow
+from .errors import DatasetError
 from .trajectory import StopReason
 
 
@@ -112,6 +113,7 @@ class LocalEnvironment:
         max_turns: model calls at most; a tool call in the last of them is not served and ends the
             rollout with ``StopReason.TOOL_LIMIT``.
         system_prompt: put before the prompt of rows that bring no system message.
+        check_row: raises :class:`DatasetError` for a row that ``verify`` could not judge.
 
     Raises:
         EnvironmentDefinitionError: two tools of one name, tools without a second turn to use their
@@ -123,6 +125,51 @@ class LocalEnvironment:
     tools: Sequence[Tool] = ()
     max_turns: int = 1
     system_prompt: str | None = None
+    check_row: Callable[[GymRow], object] | None = None
+
+    def opening(self, row: GymRow) -> list[dict[str, str]]:
+        """The messages that a rollout of the row starts from, the system prompt included.
+
+        Raises:
+            DatasetError: the row's input holds something that is not text.
+        """
+        messages = [dict(message) for message in row.messages]
+        if self.system_prompt is not None and not any(m["role"] == "system" for m in messages):
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+    def offered_tools(self, row: GymRow) -> dict[str, Tool]:
+        """The environment's tools by name, or, where the row lists tools, those of them that it lists.
+
+        Raises:
+            DatasetError: the row lists a tool that the environment does not have.
+        """
+        tools = {tool.name: tool for tool in self.tools}
+        listed = row.responses_create_params.get("tools")
+        if listed is None:
+            return tools
+        offered: dict[str, Tool] = {}
+        for item in listed:
+            name = item.get("name") if isinstance(item, Mapping) else None
+            if not isinstance(name, str) or name not in tools:
+                raise DatasetError(
+                    f"it offers {name!r}, which the environment does not have",
+                    field="responses_create_params.tools",
+                    remedy=f"offer some of: {', '.join(tools) or 'no tools'}",
+                )
+            offered[name] = tools[name]
+        return offered
+
+    def check(self, row: GymRow) -> None:
+        """Refuse a row that this environment could not play, before anything is sampled for it.
+
+        Raises:
+            DatasetError: what the row lacks.
+        """
+        self.opening(row)
+        self.offered_tools(row)
+        if self.check_row is not None:
+            self.check_row(row)
 
     def __post_init__(self) -> None:
         if not self.name:

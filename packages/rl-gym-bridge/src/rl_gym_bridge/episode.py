@@ -11,7 +11,6 @@ from numbers import Real
 from .chat import ChatReply, ChatRequest, PromptRejected, new_prompt_tokens
 from .dataset import GymRow
 from .environment import LocalEnvironment, RolloutResponse, Tool, ToolError, Verdict
-from .errors import DatasetError
 from .tool_calls import MalformedToolCall, ToolCall, parse_tool_calls
 from .trajectory import FailureKind, RolloutFailure, StopReason, Trajectory, Turn
 
@@ -51,8 +50,8 @@ class Episode:
         self._tool_calls = 0
         self._tool_errors = 0
         try:
-            self._messages = _opening_messages(row, environment)
-            self._tools = _offered_tools(row, environment)
+            self._messages = environment.opening(row)
+            self._tools = environment.offered_tools(row)
         except Exception as error:
             self._fail(FailureKind.DATA, "the row", error)
 
@@ -171,32 +170,6 @@ class Episode:
             )
         except Exception as error:
             self._fail(FailureKind.DATA, "verify", error)
-
-
-def _opening_messages(row: GymRow, environment: LocalEnvironment) -> list[dict[str, str]]:
-    messages = [dict(message) for message in row.messages]
-    if environment.system_prompt is not None and not any(m["role"] == "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": environment.system_prompt})
-    return messages
-
-
-def _offered_tools(row: GymRow, environment: LocalEnvironment) -> dict[str, Tool]:
-    """The environment's tools, or, where the row lists tools, those of them that it lists."""
-    tools = {tool.name: tool for tool in environment.tools}
-    listed = row.responses_create_params.get("tools")
-    if listed is None:
-        return tools
-    offered: dict[str, Tool] = {}
-    for item in listed:
-        name = item.get("name") if isinstance(item, Mapping) else None
-        if not isinstance(name, str) or name not in tools:
-            raise DatasetError(
-                f"it offers {name!r}, which the environment does not have",
-                field="responses_create_params.tools",
-                remedy=f"offer some of: {', '.join(tools) or 'no tools'}",
-            )
-        offered[name] = tools[name]
-    return offered
 
 
 def _as_verdict(value: float | Verdict | None) -> Verdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..environment import LocalEnvironment, Tool, ToolError
 from .arithmetic import ArithmeticFault, evaluate
-from .exact_answer import verify_exact_answer
+from .exact_answer import expected_answer, verify_exact_answer
 
 CALCULATOR_TOOL_NAME = "calculator"
 
@@ -14,7 +14,13 @@ def calculator() -> LocalEnvironment:
 
     The final answer is judged as in ``exact_answer``.
     """
-    return LocalEnvironment("calculator", verify_exact_answer, tools=(calculator_tool(),), max_turns=2)
+    return LocalEnvironment(
+        "calculator",
+        verify_exact_answer,
+        tools=(calculator_tool(),),
+        max_turns=2,
+        check_row=expected_answer,
+    )
 
 
 def calculator_tool() -> Tool:

@@ -13,7 +13,7 @@ _THINK_CLOSE = "</think>"
 
 def exact_answer() -> LocalEnvironment:
     """The environment ``exact_answer``; its rows carry the answer in the field ``answer``."""
-    return LocalEnvironment("exact_answer", verify_exact_answer)
+    return LocalEnvironment("exact_answer", verify_exact_answer, check_row=expected_answer)
 
 
 def verify_exact_answer(row: GymRow, response: RolloutResponse) -> Verdict:

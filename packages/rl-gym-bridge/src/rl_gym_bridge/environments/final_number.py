@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-\N{MINUS SIGN}]?\d(?:[\d,]*\d)?(?!\.?\d)", re
 
 def final_number() -> LocalEnvironment:
     """The environment ``final_number``; its rows carry a whole number in the field ``answer``."""
-    return LocalEnvironment("final_number", verify_final_number)
+    return LocalEnvironment("final_number", verify_final_number, check_row=expected_number)
 
 
 def verify_final_number(row: GymRow, response: RolloutResponse) -> Verdict:
@@ -28,6 +28,18 @@ def verify_final_number(row: GymRow, response: RolloutResponse) -> Verdict:
     Raises:
         DatasetError: the row's answer is missing or not a whole number.
     """
+    expected = expected_number(row)
+    numbers = _NUMBER.findall(answer_part(response.text))
+    correct = response.stop_reason is StopReason.STOP and bool(numbers) and _plain(numbers[-1]) == expected
+    return Verdict(float(correct), metrics={"thinks": thinks(response.text), "answers": float(bool(numbers))})
+
+
+def expected_number(row: GymRow) -> str:
+    """The row's field ``answer`` as plain digits.
+
+    Raises:
+        DatasetError: it is missing or not a whole number.
+    """
     expected = expected_answer(row)
     if not re.fullmatch(r"-?\d+", expected, re.ASCII):
         raise DatasetError(
@@ -35,9 +47,12 @@ def verify_final_number(row: GymRow, response: RolloutResponse) -> Verdict:
             field="answer",
             remedy="write a whole number, or use the environment exact_answer",
         )
-    numbers = _NUMBER.findall(answer_part(response.text))
-    given = int(numbers[-1].replace(",", "").replace("\N{MINUS SIGN}", "-")) if numbers else None
-    correct = response.stop_reason is StopReason.STOP and given == int(expected)
-    return Verdict(
-        float(correct), metrics={"thinks": thinks(response.text), "answers": float(given is not None)}
-    )
+    return _plain(expected)
+
+
+def _plain(number: str) -> str:
+    """Digits without commas and leading zeros. Compared as text: an answer may be absurdly long."""
+    digits = number.replace(",", "").replace("\N{MINUS SIGN}", "-")
+    sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
+    digits = digits.lstrip("0") or "0"
+    return digits if digits == "0" else sign + digits
