@@ -25,20 +25,25 @@ WORDS = [
 ]
 
 
+# One step of this takes minutes.
+LONG_STEP = ["algorithm.prompts_per_step=128", "algorithm.group_size=16", "generation.max_new_tokens=900"]
+
+
 @pytest.fixture
-def driver(tmp_path):
-    """A run that would go on for hours, in a session of its own, once it is training."""
+def driver(tmp_path, request):
+    """A run that would go on for hours, in a session of its own, once it has begun with its steps."""
+    more = getattr(request, "param", [])
     directory = tmp_path / "run"
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rl_app_grpo", "run", "-o", str(directory), *WORDS],
+            [sys.executable, "-m", "rl_app_grpo", "run", "-o", str(directory), *WORDS, *more],
             stdout=output,
             stderr=output,
             env={**os.environ, "RL_ACTOR_ENVS_SYSTEM": "1"},
             start_new_session=True,
         )
     try:
-        _wait_for(lambda: _steps(directory) >= 3, START_S, process, tmp_path / "output")
+        _wait_for(lambda: _steps(directory) >= (0 if more else 3), START_S, process, tmp_path / "output")
         yield process, directory
     finally:
         if process.poll() is None:
@@ -115,10 +120,14 @@ def test_a_request_to_stop_ends_cleanly_and_can_be_resumed(driver, number, code,
     assert _steps(directory) == done + 2
 
 
-def test_a_second_request_does_not_wait(driver):
-    process, _ = driver
+@pytest.mark.parametrize("driver", [LONG_STEP], indirect=True)
+def test_a_second_request_does_not_wait_for_the_step(driver, tmp_path):
+    process, directory = driver
     family = _family(process)
+    output = tmp_path / "output"
     process.send_signal(signal.SIGINT)
+    _wait_for(lambda: "stopping at the next safe point" in output.read_text(), 30, process, output)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert _alive(family) == []
+    assert f"stopped at once; continue with: grpo resume {directory}" in output.read_text()

@@ -72,8 +72,6 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         (["generation.top_k=5"], ["top_k=5", "cannot score"]),
         (["generation.temperature=0"], ["generation.temperature=0"]),
         (["algorithm.advantage=gae"], ["algorithm.advantage='gae'", "'grpo'"]),
-        (["algorithm.importance_correction=tis"], ["importance_max"]),
-        (["algorithm.leave_one_out=true", "algorithm.advantage=rloo"], ["leave_one_out", "rloo"]),
         (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
         (["data.train.path=x.jsonl"], ["exactly one of data.train.dataset_name"]),
         (["warm_start.steps=5"], ["last phase must reach step 5"]),

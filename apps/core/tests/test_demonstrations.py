@@ -23,6 +23,11 @@ def row(expression: str, answer: str, agent: str = "exact_answer") -> GymRow:
     )
 
 
+def shown(maker, problem, share, conversation, rng=None):
+    environment = get_environment(problem.agent)
+    return demonstrate(maker, problem, environment, share, rng or random.Random(0), conversation)
+
+
 def said(ids, mask, tokenizer) -> str:
     return tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
 
@@ -38,14 +43,14 @@ def said(ids, mask, tokenizer) -> str:
 def test_additions_are_thought_through_from_the_right_with_the_carry(
     expression, answer, text, conversation, tokenizer
 ):
-    ids, mask = demonstrate("addition", row(expression, answer), 1.0, random.Random(0), conversation)
+    ids, mask = shown("addition", row(expression, answer), 1.0, conversation)
     assert said(ids, mask, tokenizer) == text
-    ids, mask = demonstrate("addition", row(expression, answer), 0.0, random.Random(0), conversation)
+    ids, mask = shown("addition", row(expression, answer), 0.0, conversation)
     assert said(ids, mask, tokenizer) == f"{answer}<|im_end|>"
 
 
 def test_tool_answers_are_shown_and_not_learnt(conversation, tokenizer):
-    ids, mask = demonstrate("calculator", row("37 - 82", "-45"), 1.0, random.Random(0), conversation)
+    ids, mask = shown("calculator", row("37 - 82", "-45", "calculator"), 1.0, conversation)
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37-82"}}\n</tool_call>'
     assert said(ids, mask, tokenizer) == f"{call}<|im_end|>-45<|im_end|>"
     assert "<tool_response>\n-45\n</tool_response>" in tokenizer.decode(ids)
@@ -89,7 +94,7 @@ class Replay:
 @pytest.mark.parametrize(("maker", "agent"), [("addition", "exact_answer"), ("calculator", "calculator")])
 def test_a_demonstration_is_token_for_token_a_rollout_of_the_environment(maker, agent, conversation):
     problem = row("37 + 82", "119", agent)
-    ids, mask = demonstrate(maker, problem, 1.0, random.Random(0), conversation)
+    ids, mask = shown(maker, problem, 1.0, conversation)
     model = Replay(ids, mask, conversation)
     (trajectory,) = run_local_rollouts(
         [problem], {agent: get_environment(agent)}, model, group_size=1, step=1, seed=0, max_new_tokens=64
@@ -101,17 +106,41 @@ def test_a_demonstration_is_token_for_token_a_rollout_of_the_environment(maker, 
 
 def test_the_share_decides_how_often_the_long_way_is_shown(conversation, tokenizer):
     rng = random.Random(0)
-    shown = [
-        "<think>" in said(*demonstrate("addition", row("12 + 34", "46"), 0.3, rng, conversation), tokenizer)
-        for _ in range(1000)
+    problem = row("12 + 34", "46")
+    thoughts = [
+        "<think>" in said(*shown("addition", problem, 0.3, conversation, rng), tokenizer) for _ in range(1000)
     ]
-    assert abs(sum(shown) / 1000 - 0.3) < 0.05
+    assert abs(sum(thoughts) / 1000 - 0.3) < 0.05
 
 
 def test_a_maker_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="did you mean addition"):
-        check_maker("additon", row("1 + 2", "3"))
+        check_maker("additon", [row("1 + 2", "3")])
     with pytest.raises(ConfigError, match=r"cannot demonstrate row .* operator is \*"):
-        check_maker("addition", row("3 * 4", "12"))
+        check_maker("addition", [row("1 + 2", "3"), row("3 * 4", "12")])
     with pytest.raises(ConfigError, match="not two numbers"):
-        check_maker("calculator", row("1 + 2 + 3", "6"))
+        check_maker("calculator", [row("1 + 2 + 3", "6")])
+
+
+def test_a_demonstration_opens_as_the_rollouts_of_its_environment_do(tokenizer):
+    """A template that shows tools and a system prompt shows the same ones in both."""
+    from copy import deepcopy
+    from dataclasses import replace
+
+    from rl_app_core.conversation import ConversationTokenizer
+
+    telling = deepcopy(tokenizer)
+    telling.chat_template = "{%- for t in tools or [] -%}{{ t.function.name }}{%- endfor -%}" + str(
+        tokenizer.chat_template
+    )
+    conversation = ConversationTokenizer(telling)
+    environment = replace(get_environment("calculator"), system_prompt="Be exact.")
+    problem = row("37 + 82", "119", "calculator")
+    ids, mask = demonstrate("calculator", problem, environment, 1.0, random.Random(0), conversation)
+    model = Replay(ids, mask, conversation)
+    (trajectory,) = run_local_rollouts(
+        [problem], {"calculator": environment}, model, group_size=1, step=1, seed=0, max_new_tokens=64
+    )
+    assert list(trajectory.token_ids) == ids
+    text = telling.decode(ids)
+    assert text.startswith("calculator<|im_start|>system\nBe exact.")

@@ -107,3 +107,42 @@ def test_an_empty_side_is_refused(tmp_path):
     path = write_rows(tmp_path / "one.jsonl", 1)
     with pytest.raises(ConfigError, match="problem is left of 1"):
         load_problems(Data(train=TrainData(path=path)), "x")
+
+
+def test_the_same_question_in_another_form_is_the_same_problem(tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", 10)
+    row = {
+        "responses_create_params": {"input": "say 3"},
+        "agent_ref": {"name": "exact_answer"},
+        "answer": "3",
+    }
+    (tmp_path / "same.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=r"1 of its problems are also in data\.train"):
+        load_problems(
+            Data(train=TrainData(path=path), held_out=HeldOutData(path=tmp_path / "same.jsonl")), "x"
+        )
+
+
+def test_the_same_input_under_other_instructions_is_another_problem_and_repeats_are_counted(tmp_path):
+    def row(instructions):
+        return {
+            "responses_create_params": {"input": "say 3", "instructions": instructions},
+            "agent_ref": {"name": "exact_answer"},
+            "answer": "3",
+        }
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row(text)) + "\n" for text in ("loud", "soft", "loud")))
+    held_out = HeldOutData(path=write_rows(tmp_path / "held_out.jsonl", 2))
+    problems = load_problems(Data(train=TrainData(path=path), held_out=held_out), "x")
+    assert len(problems.train) == 2
+    assert problems.repeated == 1
+
+
+def test_the_digest_changes_with_any_row(tmp_path):
+    digests = set()
+    for count in (10, 11):
+        train = TrainData(path=write_rows(tmp_path / f"{count}.jsonl", count))
+        held_out = HeldOutData(path=write_rows(tmp_path / "apart.jsonl", 2, start=100))
+        digests.add(load_problems(Data(train=train, held_out=held_out), "x").digest)
+    assert len(digests) == 2

@@ -89,13 +89,22 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = Loggers([TensorBoardLogger(tmp_path)])
+    loggers.log(9, {"reward": 0.75})
+    loggers.close()
+    # Resumed before step 9: what the file of the first part says after that is not so any more.
+    history = [{"step": 2, "seconds": 1.0, "reward": 0.125}]
+    loggers = Loggers([TensorBoardLogger(tmp_path, history)])
     loggers.log(3, {"reward": 0.25})
     loggers.log(4, {"reward": 0.5})
     loggers.close()
     loggers.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25), (4, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [
+        (2, 0.125),
+        (3, 0.25),
+        (4, 0.5),
+    ]
 
 
 def test_a_metric_that_is_not_finite_is_seen_and_one_that_is_no_number_is_refused(tmp_path):

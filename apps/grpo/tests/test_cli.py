@@ -12,14 +12,26 @@ import yaml
 from typer.testing import CliRunner
 
 from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config.sections import TinyModel
+from rl_app_core.demonstrations import tokenizer_texts
 from rl_app_core.preflight import prepare
+from rl_app_core.run_directory import RunDirectory, Summary, append_record
+from rl_app_core.tiny_model import write_tiny_model
 from rl_app_grpo.cli import app
 from rl_app_grpo.recipes import find_recipe, recipe_names
+
+IMPORTANCE_BOUNDS_SWAPPED = [
+    "algorithm.importance_correction=tis",
+    "algorithm.importance_max=1",
+    "algorithm.importance_min=2",
+]
+PICTURE = {"type": "input_image", "image_url": "picture.png"}
 
 
 @pytest.fixture
 def grpo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
 
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, words)
@@ -38,11 +50,36 @@ def grpo(tmp_path, monkeypatch):
         (["run", "algorithm.group_size=none"], "algorithm.group_size='none'"),
         (["run", "-c", "cpuu"], "did you mean cpu?"),
         (["run", "-c", "missing/recipe.yaml"], "neither a file nor a shipped recipe"),
-        (["run", "model.tiny=null", "model.path=nowhere"], "model.path=nowhere: there is no such directory"),
+        (["run", "model.tiny=null", "model.path=nowhere"], "nowhere: there is no such directory"),
         (["run", "data.train.dataset_name=null", "data.train.path=none.jsonl"], "data.train.path"),
         (["run", "environment.name=calculater"], "did you mean 'calculator'?"),
         (["run", "warm_start.demonstrations=additions"], "did you mean addition?"),
         (["run", "-c", "smollm"], "model.path=DIR"),
+        (["run", "algorithm.importance_min=0.5"], "algorithm: importance"),
+        (["run", "algorithm.importance_correction=tis"], "importance_max"),
+        (
+            [
+                "run",
+                "algorithm.importance_correction=tis",
+                "algorithm.importance_max=1",
+                "algorithm.importance_min=2",
+            ],
+            "algorithm: ",
+        ),
+        (["run", "algorithm.clip_low=1.0"], "clip_low"),
+        (["run", "algorithm.dual_clip=.inf"], "dual_clip"),
+        (["run", "algorithm.leave_one_out=true", "algorithm.advantage=rloo"], "leave_one_out"),
+        (["run", "rewards.overlong_buffer=99"], "overlong penalty needs"),
+        (
+            ["run", "rewards.overlong_buffer=4", "rewards.stop_properly_coefficient=0.5"],
+            "stop_properly_coefficient",
+        ),
+        (["run", "algorithm.updates_per_step=33"], "exceeds algorithm.prompts_per_step=32"),
+        (["run", "algorithm.prompts_per_step=99999"], "distinct training problems"),
+        (
+            ["run", 'data.train.options={min_terms: 2, max_terms: 2, operators: ["+", "-"]}'],
+            "cannot demonstrate row",
+        ),
         (["resume", "nowhere"], "nowhere is not a run directory"),
         (["export-hf", "nowhere", "out"], "nowhere is not a run directory"),
         (["validate", "algorithm.steps=0"], "algorithm.steps=0"),
@@ -73,6 +110,97 @@ def test_a_wrong_word_is_refused_without_importing_what_only_a_run_needs(tmp_pat
     assert done.stderr.startswith("error: algorithm.group_sise is not a setting")
 
 
+def test_a_worker_without_an_environment_is_told_before_anything_starts(grpo, monkeypatch, tmp_path):
+    monkeypatch.delenv("RL_ACTOR_ENVS_SYSTEM")
+    monkeypatch.setenv("RL_ACTOR_ENVS_LOCK", str(tmp_path / "uv.lock"))
+    (tmp_path / "uv.lock").write_text("")
+    done = grpo("validate")
+    assert done.exit_code == 2
+    assert "RL_ACTOR_ENVS_SYSTEM=1" in done.stderr
+    assert "ColocatedWorker" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config.json": b'{"model_type": "gemma"}'}, "gemma"),
+        ({"config.json": b"{"}, "config.json"),
+        ({"model.safetensors": b""}, "is not a safetensors file"),
+        ({"model.safetensors": None}, "no *.safetensors"),
+        ({"tokenizer.json": b"{}"}, "its tokenizer cannot be read"),
+        ({"chat_template.jinja": b"{{ messages[0].content }}"}, "changes the assistant's text"),
+    ],
+)
+def test_a_model_directory_that_cannot_be_run_is_refused(change, told, grpo, tmp_path):
+    directory = tmp_path / "model"
+    write_tiny_model(directory, TinyModel(layers=1), tokenizer_texts(), seed=0)
+    words = ["validate", "-c", "smollm", f"model.path={directory}"]
+    assert grpo(*words).exit_code == 0
+    for name, content in change.items():
+        (directory / name).unlink()
+        if content is not None:
+            (directory / name).write_bytes(content)
+    done = grpo(*words)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"answer": None}, "answer"),
+        ({"agent_ref": {"name": "exact_anser"}}, "did you mean 'exact_answer'"),
+        (
+            {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},
+            "data",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_played_is_refused(change, told, grpo, tmp_path):
+    rows = [
+        {
+            "responses_create_params": {"input": f"say {number}"},
+            "agent_ref": {"name": "exact_answer"},
+            "answer": str(number),
+        }
+        for number in range(100)
+    ]
+    rows[50] = {**rows[50], **change}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = grpo(
+        "validate", "data.train.dataset_name=null", "data.train.path=rows.jsonl", "warm_start.steps=0"
+    )
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_files_named_on_the_command_line_are_found_from_anywhere_later(grpo, tmp_path):
+    shown = grpo("show-config", "data.train.dataset_name=null", "data.train.path=rows.jsonl").stdout
+    assert yaml.safe_load(shown)["data"]["train"]["path"] == str(tmp_path / "rows.jsonl")
+
+
+def test_a_run_that_another_process_works_on_is_left_alone(grpo, tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", load_config(find_recipe("cpu")), "grpo")
+    with directory.locked():
+        done = grpo("resume", "run")
+    assert done.exit_code == 2
+    assert "another process is working on run" in done.stderr
+
+
+def test_a_run_that_is_done_is_not_done_again(grpo, tmp_path):
+    config = load_config(find_recipe("cpu"), ["algorithm.steps=3"])
+    directory = RunDirectory.create(tmp_path / "run", config, "grpo")
+    append_record(directory.metrics_file, {"step": 3, "seconds": 1.0})
+    directory.write_summary(Summary(3, 0.1, 0.9, 1.0, 10, 0.1, 0.1, 1.0, 0))
+    before = {path: path.read_bytes() for path in directory.path.glob("*.json*")}
+    done = grpo("resume", "run")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "run is done: 3 steps" in done.stdout
+    assert {path: path.read_bytes() for path in directory.path.glob("*.json*")} == before
+
+
 def test_an_occupied_run_directory_is_refused(grpo, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").write_text("x")
@@ -96,15 +224,14 @@ def test_validate_says_what_it_found_and_writes_nothing(grpo, tmp_path):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path):
+def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
     words = []
     if name == "smollm":
         with pytest.raises(ConfigError, match=r"model\.path"):
             load_config(find_recipe(name))
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        (tmp_path / "model.safetensors").write_bytes(b"")
-        (tmp_path / "tokenizer.json").write_text("{}")
-        words = [f"model.path={tmp_path}"]
+        write_tiny_model(tmp_path / "model", TinyModel(layers=1), tokenizer_texts(), seed=0)
+        words = [f"model.path={tmp_path / 'model'}"]
     prepared = prepare(load_config(find_recipe(name), words))
     assert prepared.problems.train
     assert prepared.problems.held_out

@@ -8,74 +8,75 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from .config import ConfigError
+from .interrupts import Interrupted
+from .run_directory import RunDirectory
 
 
 class ExitCode(IntEnum):
-    """Why the command ended. 0 means that the target steps are done, nothing less."""
+    """Why a command ended. 0 means that the target steps are done, nothing less; 128 + n a signal n."""
 
-    DONE = 0
     FAILED = 1
     WRONG_CONFIGURATION = 2
     INTERRUPTED = 130
-    TERMINATED = 143
 
 
-class Interrupted(Exception):
-    """The run stopped because it was asked to, at a point that it can be resumed from.
+@dataclass(slots=True)
+class Running:
+    """What a command is working on, for the message of whatever ends it.
 
     Attributes:
-        signal_number: which signal asked.
-        message: what to tell the user.
+        directory: of the run, once there is one.
+        resume_hint: the command that continues it.
     """
 
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
-        self.message = message
+    directory: RunDirectory | None = None
+    resume_hint: str = ""
 
 
 @contextlib.contextmanager
-def guarded(errors: Console, *, crash_file: list[Path] | None = None) -> Iterator[None]:
+def guarded(errors: Console, running: Running | None = None) -> Generator[None]:
     """Turn every outcome of a command into its exit code and, for an error, one line on ``errors``.
 
     Args:
         errors: a console on standard error.
-        crash_file: when the block has put a path in it, the traceback of a failure is written there.
+        running: the traceback of a failure goes to the ``logs`` of its directory.
 
     Raises:
         SystemExit: always, unless the block ends normally.
     """
+    running = running or Running()
     try:
         yield
     except ConfigError as error:
-        _say(errors, f"error: {error}")
+        _say(errors, f"error: {_one_line(error)}")
         raise SystemExit(ExitCode.WRONG_CONFIGURATION) from None
     except Interrupted as stop:
-        _say(errors, stop.message)
+        _say(errors, f"{stop}{running.resume_hint}")
         raise SystemExit(128 + stop.signal_number) from None
     except KeyboardInterrupt:
-        _say(errors, "interrupted")
+        _say(errors, f"interrupted{running.resume_hint}")
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except SystemExit:
         raise
     except Exception as error:
-        _say(errors, f"error: {' '.join(str(error).split()) or type(error).__name__}")
+        _say(errors, f"error: {_one_line(error)}")
         trace = traceback.format_exc()
-        if crash_file:
-            with contextlib.suppress(OSError):
-                crash_file[0].parent.mkdir(parents=True, exist_ok=True)
-                crash_file[0].write_text(trace, encoding="utf-8")
-                _say(errors, f"the whole story is in {crash_file[0]}")
-        else:
+        if running.directory is None:
             _say(errors, trace)
+        else:
+            file = running.directory.logs / "error.log"
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(trace, encoding="utf-8")
+                _say(errors, f"the whole story is in {file}")
         raise SystemExit(ExitCode.FAILED) from None
 
 
@@ -87,6 +88,10 @@ def quiet_process() -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _say(console: Console, text: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class ClusterError(RuntimeError):
 
 
 @contextlib.contextmanager
-def ray_cluster(settings: Cluster, logs: Path) -> Iterator[None]:
+def ray_cluster(settings: Cluster, logs: Path) -> Generator[None]:
     """Join the cluster at ``settings.address``, or run one on this machine until the block ends.
 
     A cluster started here ends with this process, however it ends. After an error its logs are kept in
@@ -50,27 +50,27 @@ def ray_cluster(settings: Cluster, logs: Path) -> Iterator[None]:
     # Ray's sockets live below this folder and their paths must stay short.
     scratch = Path(tempfile.mkdtemp(prefix="rl-"))
     try:
-        with (
-            guarded_children(scratch, wait_s=settings.shutdown_timeout_s),
-            _connection(
-                "on this machine",
-                address="local",
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(scratch),
-                _node_ip_address="127.0.0.1",
-            ),
-        ):
-            yield
-    except Exception:
-        _keep_logs(scratch, logs / "ray")
-        raise
+        with guarded_children(scratch, wait_s=settings.shutdown_timeout_s):
+            try:
+                with _connection(
+                    "on this machine",
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _temp_dir=str(scratch),
+                    _node_ip_address="127.0.0.1",
+                ):
+                    yield
+            except Exception:
+                # Before the guardian deletes them.
+                _keep_logs(scratch, logs / "ray")
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _connection(where: str, **arguments: Any) -> Iterator[None]:
+def _connection(where: str, **arguments: Any) -> Generator[None]:
     import ray
 
     try:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import AutoTokenizer
 
 from rl_policy_megatron import OptimizerSettings, PolicySettings
 
 from .chat_model import EngineChatModel
 from .cluster import ray_cluster
-from .config import ConfigError, RunConfig
-from .conversation import ChatTemplateError, ConversationTokenizer
+from .config import RunConfig
+from .conversation import ConversationTokenizer, load_conversation
 from .demonstrations import tokenizer_texts
 from .loggers import Loggers
 from .preflight import Prepared
@@ -43,13 +41,21 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def compose(prepared: Prepared, directory: RunDirectory, elapsed: Callable[[], float]) -> Iterator[Runtime]:
+def compose(
+    prepared: Prepared,
+    directory: RunDirectory,
+    elapsed: Callable[[], float],
+    *,
+    resume_step: int | None = None,
+) -> Generator[Runtime]:
     """Build everything for the length of the block, in one order, and take it down in the reverse.
 
     Args:
         prepared: the checked configuration and its rows.
         directory: of the run.
         elapsed: seconds that the run has taken so far.
+        resume_step: step of the checkpoint that the run continues from; what it logged after that is
+            dropped, once everything that could fail has started.
 
     Raises:
         ConfigError: the model's tokenizer cannot be used.
@@ -57,10 +63,8 @@ def compose(prepared: Prepared, directory: RunDirectory, elapsed: Callable[[], f
     """
     config = prepared.config
     model_dir = model_directory(config, directory)
-    conversation = load_conversation(config, model_dir)
+    conversation = load_conversation(model_dir, config.model.chat_template)
     with contextlib.ExitStack() as stack:
-        loggers = Loggers.for_run(directory, elapsed, tensorboard=config.logging.tensorboard)
-        stack.callback(loggers.close)
         stack.enter_context(ray_cluster(config.cluster, directory.logs))
         worker = RemoteWorker(worker_settings(config, model_dir), config.cluster)
         stack.callback(worker.shutdown)
@@ -73,6 +77,9 @@ def compose(prepared: Prepared, directory: RunDirectory, elapsed: Callable[[], f
             seed=config.seed,
             max_new_tokens=config.generation.max_new_tokens,
         )
+        directory.forget_after(-1 if resume_step is None else resume_step)
+        loggers = Loggers.for_run(directory, elapsed, tensorboard=config.logging.tensorboard)
+        stack.callback(loggers.close)
         yield Runtime(worker, rollouts, conversation, loggers)
 
 
@@ -84,24 +91,6 @@ def model_directory(config: RunConfig, directory: RunDirectory) -> Path:
     if not (directory.model / "model.safetensors").is_file():
         write_tiny_model(directory.model, config.model.tiny, tokenizer_texts(), config.seed)
     return directory.model
-
-
-def load_conversation(config: RunConfig, model_dir: Path) -> ConversationTokenizer:
-    """The model's tokenizer with the configured chat template.
-
-    Raises:
-        ConfigError: it cannot be read, or its template cannot carry a conversation.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except Exception as error:
-        raise ConfigError(f"model.path={model_dir}: its tokenizer cannot be read: {error}") from error
-    if config.model.chat_template is not None:
-        tokenizer.chat_template = config.model.chat_template.read_text(encoding="utf-8")
-    try:
-        return ConversationTokenizer(tokenizer)
-    except ChatTemplateError as error:
-        raise ConfigError(f"model.path={model_dir}: {error}") from error
 
 
 def worker_settings(config: RunConfig, model_dir: Path) -> WorkerSettings:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .config import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,8 +46,8 @@ class ConversationTokenizer:
         if tokenizer.eos_token_id is None:
             raise ChatTemplateError("the tokenizer has no end-of-sequence token; set eos_token in its files")
         self._tokenizer = tokenizer
-        self._prompts: dict[tuple[tuple[tuple[str, str], ...], str], tuple[int, ...]] = {}
-        self._tails: dict[tuple[tuple[str, str], ...], tuple[int, ...]] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._tails: dict[str, tuple[int, ...]] = {}
         self._turn_end = self._find_turn_end()
 
     @property
@@ -65,7 +68,7 @@ class ConversationTokenizer:
             messages: system and user messages.
             tools: what the policy may call, for templates that show it.
         """
-        key = (_key(messages), json.dumps(tools, sort_keys=True) if tools else "")
+        key = json.dumps([*messages, *tools])
         ids = self._prompts.get(key)
         if ids is None:
             text = self._render(messages, add_generation_prompt=True, tools=tools)
@@ -90,7 +93,7 @@ class ConversationTokenizer:
             raise ChatTemplateError("a continuation needs an assistant turn to continue from")
         # What follows a turn depends on the messages after it, not on what was said before.
         marked = [*messages[:last], {"role": "assistant", "content": _MARKER}, *messages[last + 1 :]]
-        key = _key(marked)
+        key = json.dumps(marked)
         tail = self._tails.get(key)
         if tail is None:
             _, marker, text = self._render(marked, add_generation_prompt=True).rpartition(_MARKER)
@@ -150,5 +153,23 @@ class ConversationTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _key(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], str(message["content"])) for message in messages)
+def load_conversation(model_dir: Path, chat_template: Path | None) -> ConversationTokenizer:
+    """The tokenizer of a Hugging Face directory, with another chat template if one is given.
+
+    Raises:
+        ConfigError: it cannot be read, or its template cannot carry a conversation.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    except Exception as error:
+        raise ConfigError(f"model.path={model_dir}: its tokenizer cannot be read: {error}") from error
+    try:
+        return ConversationTokenizer(tokenizer)
+    except ChatTemplateError as error:
+        raise ConfigError(f"model.path={model_dir}: {error}") from error

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from rl_gym_bridge.dataset import GymRow
+from rl_gym_bridge.environment import LocalEnvironment
 from rl_gym_bridge.environments.calculator import CALCULATOR_TOOL_NAME
 from rl_gym_bridge.tool_calls import render_tool_call
 
@@ -24,21 +25,28 @@ Reply = Callable[[GymRow], Sequence[Message]]
 
 
 def demonstrate(
-    maker: str, row: GymRow, share: float, rng: random.Random, conversation: ConversationTokenizer
+    maker: str,
+    row: GymRow,
+    environment: LocalEnvironment,
+    share: float,
+    rng: random.Random,
+    conversation: ConversationTokenizer,
 ) -> tuple[list[int], list[int]]:
     """Token ids of one demonstration and a mask with 1 on what the assistant says.
 
     Args:
         maker: a key of :data:`MAKERS`.
         row: the problem.
+        environment: the one that will play the row; the demonstration opens as its rollouts do.
         share: probability of the long way.
         rng: decides.
         conversation: the tokenizer.
     """
     long_way, short_way = MAKERS[maker]
     reply = long_way(row) if rng.random() < share else short_way(row)
-    messages: list[Message] = list(row.messages)
-    ids: list[int] = list(conversation.prompt(messages))
+    messages: list[Message] = list(environment.opening(row))
+    tools = [tool.schema() for tool in environment.offered_tools(row).values()]
+    ids: list[int] = list(conversation.prompt(messages, tools))
     mask = [0] * len(ids)
     for position, message in enumerate(reply):
         messages.append(message)
@@ -54,8 +62,8 @@ def demonstrate(
     return ids, mask
 
 
-def check_maker(maker: str, row: GymRow) -> None:
-    """Refuse a maker that does not exist or cannot demonstrate this kind of row.
+def check_maker(maker: str, rows: Iterable[GymRow]) -> None:
+    """Refuse a maker that does not exist or cannot demonstrate one of the rows.
 
     Raises:
         ConfigError: as said, with the remedy.
@@ -64,14 +72,15 @@ def check_maker(maker: str, row: GymRow) -> None:
         close = get_close_matches(maker, MAKERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(MAKERS)}"
         raise ConfigError(f"warm_start.demonstrations={maker!r} does not exist; {hint}")
-    try:
-        for way in MAKERS[maker]:
-            way(row)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"warm_start.demonstrations={maker}: cannot demonstrate row {row.row_id}: {error}; "
-            "set warm_start.steps=0 or use rows that it knows"
-        ) from error
+    for row in rows:
+        try:
+            for way in MAKERS[maker]:
+                way(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"warm_start.demonstrations={maker}: cannot demonstrate row {row.row_id}: {error}; "
+                "set warm_start.steps=0 or use rows that it knows"
+            ) from error
 
 
 def tokenizer_texts() -> list[str]:
@@ -101,7 +110,8 @@ def _think_by_digits(row: GymRow) -> Sequence[Message]:
     if operator != "+":
         raise ValueError(f"its operator is {operator}, only additions are thought through")
     width = max(len(left), len(right))
-    carry, steps = 0, []
+    carry = 0
+    steps: list[str] = []
     for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):
         total = int(a) + int(b) + carry
         steps.append(f"{a}+{b}+{carry}={total}")
@@ -115,7 +125,7 @@ def _call_the_calculator(row: GymRow) -> Sequence[Message]:
     answer = str(row.verifier["answer"])
     return [
         _say(call),
-        {"role": "tool", "content": answer},
+        {"role": "tool", "name": CALCULATOR_TOOL_NAME, "content": answer},
         _say(answer),
     ]
 

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 MARK = "RL_RUN_MARK"
@@ -27,7 +27,7 @@ _PAUSE_S = 0.1
 
 
 @contextlib.contextmanager
-def guarded_children(scratch: Path, *, wait_s: float) -> Iterator[None]:
+def guarded_children(scratch: Path, *, wait_s: float) -> Generator[None]:
     """Every process started inside the block ends with it, or with this process if that is killed.
 
     Children are recognised by an environment variable that they inherit, so whatever they detach from

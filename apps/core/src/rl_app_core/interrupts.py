@@ -7,8 +7,22 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
+class Interrupted(Exception):
+    """The run stopped because it was asked to, at a point that it can be resumed from.
+
+    Attributes:
+        signal_number: which signal asked.
+    """
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
 class StopRequest:
     """Catches SIGINT and SIGTERM inside its block and remembers that the run should stop.
+
+    The second signal raises :class:`Interrupted` there and then.
 
     Args:
         on_request: told the signal's name once, at the first signal.
@@ -37,6 +51,6 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            raise Interrupted(number, "stopped at once")
         self.signal_number = number
         self._on_request(signal.Signals(number).name)

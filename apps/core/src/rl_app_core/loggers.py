@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .run_directory import RunDirectory, append_record
 
@@ -34,16 +36,24 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """Scalars for TensorBoard in the run directory's ``logs``."""
+    """Scalars for TensorBoard.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: its event files; made anew, so that a resumed run shows no step twice.
+        history: the records that ``metrics.jsonl`` holds already.
+    """
+
+    def __init__(self, directory: Path, history: Iterable[Mapping[str, float]] = ()) -> None:
         # Here and not at the top: it costs a second, and only those who want it should pay.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary = events.Event, summaries.Summary
+        shutil.rmtree(directory, ignore_errors=True)
         self._writer = EventFileWriter(str(directory))
+        for record in history:
+            self.log(int(record["step"]), {k: v for k, v in record.items() if k not in ("step", "seconds")})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -56,10 +66,10 @@ class TensorBoardLogger:
 
 
 class Loggers:
-    """Passes metrics to every destination, after refusing what is not a finite number's name and value.
+    """Passes metrics to every destination; refuses what is not a number.
 
-    A metric that is not finite is logged as such to JSONL under its own name plus ``/not_finite`` = 1, so
-    that a curve never silently skips a step.
+    A number that is not finite is replaced by ``NAME/not_finite`` = 1, so that a curve never silently skips
+    a step.
     """
 
     def __init__(self, destinations: list[Logger]) -> None:
@@ -70,7 +80,7 @@ class Loggers:
         """Those that the configuration asks for; ``elapsed`` gives the seconds of the run so far."""
         destinations: list[Logger] = [JsonlLogger(directory.metrics_file, elapsed)]
         if tensorboard:
-            destinations.append(TensorBoardLogger(directory.logs / "tensorboard"))
+            destinations.append(TensorBoardLogger(directory.logs / "tensorboard", directory.records()))
         return cls(destinations)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
+from rl_actor_envs.errors import ActorEnvironmentError
+from rl_actor_envs.runtime import make_actor_runtime_env
+from rl_gym_bridge.dataset import DatasetError
 from rl_gym_bridge.environment import EnvironmentDefinitionError, LocalEnvironment
 from rl_gym_bridge.environments import get_environment
+from rl_policy_megatron.errors import PolicyError
+from rl_policy_megatron.hf_config import read_model_shape
 
 from .config import ConfigError, RunConfig
+from .conversation import load_conversation
 from .demonstrations import check_maker
 from .problems import Problems, load_problems
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+WORKER = "rl_app_core.workers.ColocatedWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +38,43 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigError: naming key and remedy.
     """
-    if config.model.path is not None:
-        _check_model(config.model.path)
+    try:
+        make_actor_runtime_env(WORKER)
+    except ActorEnvironmentError as error:
+        raise ConfigError(str(error)) from error
     if config.model.chat_template is not None and not config.model.chat_template.is_file():
         raise ConfigError(f"model.chat_template={config.model.chat_template}: there is no such file")
+    if config.model.path is not None:
+        _check_model(config.model.path)
+        load_conversation(config.model.path, config.model.chat_template)
     _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
-    agents = sorted({row.agent for row in (*problems.train, *problems.held_out)})
-    environments = {agent: _environment("data: agent_ref.name", agent) for agent in agents}
+    environments = _environments(problems)
     if config.warm_start.steps:
-        check_maker(config.warm_start.demonstrations, problems.train[0])
+        check_maker(config.warm_start.demonstrations, problems.train)
     if len(problems.train) < config.algorithm.prompts_per_step:
         raise ConfigError(
             f"algorithm.prompts_per_step={config.algorithm.prompts_per_step} exceeds the "
             f"{len(problems.train)} distinct training problems; lower it or give more rows"
         )
+    if config.algorithm.updates_per_step > config.algorithm.prompts_per_step:
+        raise ConfigError(
+            f"algorithm.updates_per_step={config.algorithm.updates_per_step} exceeds "
+            f"algorithm.prompts_per_step={config.algorithm.prompts_per_step}; lower it"
+        )
     return Prepared(config, problems, environments)
+
+
+def _environments(problems: Problems) -> dict[str, LocalEnvironment]:
+    environments: dict[str, LocalEnvironment] = {}
+    for row in (*problems.train, *problems.held_out):
+        if row.agent not in environments:
+            environments[row.agent] = _environment(f"data: agent_ref.name of row {row.row_id}", row.agent)
+        try:
+            environments[row.agent].check(row)
+        except DatasetError as error:
+            raise ConfigError(f"data: {error}") from error
+    return environments
 
 
 def _environment(key: str, name: str) -> LocalEnvironment:
@@ -59,14 +87,16 @@ def _environment(key: str, name: str) -> LocalEnvironment:
 def _check_model(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"model.path={path}: there is no such directory; give one in Hugging Face format")
-    config = path / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"model.path={path}: it has no config.json; give a Hugging Face directory")
     try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path={path}: its config.json is not JSON: {error}") from error
-    if not any(path.glob("*.safetensors")):
+        read_model_shape(path)
+    except PolicyError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
         raise ConfigError(f"model.path={path}: it has no *.safetensors; other weight formats are not read")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"model.path={path}: it has no tokenizer; copy {_TOKENIZER_FILES[0]} into it")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as weights:
+                weights.keys()
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"model.path: {file} is not a safetensors file: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,19 @@ from .config.sections import Data, TrainData
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Distinct rows; no content appears in both tuples."""
+    """Distinct rows; no content appears in both tuples. ``repeated`` rows were left out as known already."""
 
     train: tuple[GymRow, ...]
     held_out: tuple[GymRow, ...]
+    repeated: int = 0
+
+    @property
+    def digest(self) -> str:
+        """A hash of the training rows in their order: what a resumed run must find again."""
+        digest = hashlib.sha256()
+        for row in self.train:
+            digest.update(json.dumps(row.to_mapping(), sort_keys=True).encode())
+        return digest.hexdigest()
 
 
 def load_problems(data: Data, environment: str) -> Problems:
@@ -32,14 +41,15 @@ def load_problems(data: Data, environment: str) -> Problems:
 
     Args:
         data: the configuration's section.
-        environment: name of the environment that generated rows are played in.
+        environment: name of the environment that rows which name none are played in.
 
     Raises:
         ConfigError: a file, the generator or one of its options cannot be used, or a side is empty.
     """
-    rows = _distinct(_source(data.train, environment))
+    given = _source(data.train, environment)
+    rows = _distinct(given)
     if data.held_out.path is not None:
-        held_out = _distinct(_read(data.held_out.path, "data.held_out.path"))
+        held_out = _distinct(_read(data.held_out.path, "data.held_out.path", environment))
         shared = sorted(set(rows) & set(held_out))
         if shared:
             raise ConfigError(
@@ -56,18 +66,20 @@ def load_problems(data: Data, environment: str) -> Problems:
             f"data: no {empty} problem is left of {len(rows)}; give more rows or change held_out.share"
         )
     measured = sorted(held_out)[: data.held_out.size]
-    return Problems(tuple(train.values()), tuple(held_out[key] for key in measured))
+    return Problems(
+        tuple(train.values()), tuple(held_out[key] for key in measured), repeated=len(given) - len(rows)
+    )
 
 
-def _source(train: TrainData, environment: str) -> Iterator[GymRow]:
+def _source(train: TrainData, environment: str) -> list[GymRow]:
     if train.path is not None:
-        return iter(_read(train.path, "data.train.path"))
-    return _generate(train, environment)
+        return _read(train.path, "data.train.path", environment)
+    return list(_generate(train, environment))
 
 
-def _read(path: Path, key: str) -> list[GymRow]:
+def _read(path: Path, key: str, environment: str) -> list[GymRow]:
     try:
-        return load_rows(path)
+        return load_rows(path, default_agent=environment)
     except DatasetError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -114,7 +126,7 @@ def _prompt(template: str, item: Mapping[str, Any]) -> str:
         ) from error
 
 
-def _distinct(rows: Iterator[GymRow] | list[GymRow]) -> dict[str, GymRow]:
+def _distinct(rows: Sequence[GymRow]) -> dict[str, GymRow]:
     distinct: dict[str, GymRow] = {}
     for row in rows:
         distinct.setdefault(_content(row), row)
@@ -123,9 +135,11 @@ def _distinct(rows: Iterator[GymRow] | list[GymRow]) -> dict[str, GymRow]:
 
 def _content(row: GymRow) -> str:
     """A hash of everything that the policy is shown, as hexadecimal digits."""
-    shown = json.dumps(
-        row.to_mapping()["responses_create_params"]["input"], sort_keys=True, ensure_ascii=True
-    )
+    try:
+        messages = row.messages
+    except DatasetError as error:
+        raise ConfigError(f"data: {error}") from error
+    shown = json.dumps([messages, row.responses_create_params.get("tools")], sort_keys=True)
     return hashlib.sha256(shown.encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 
 from rl_actor_envs.runtime import make_actor_runtime_env
-from rl_algorithms.batching import TrainBatch
-from rl_algorithms.protocols import LossFunction
+from rl_algorithms.protocols import Batch, LossFunction
 from rl_generation.protocol import Completion, GenerationRequest
 from rl_policy_megatron import OptimizerSettings
 
@@ -48,21 +48,25 @@ class RemoteWorker:
             },
         )
         self._actor: Any = actor.remote(settings)
-        self.description: dict[str, Any] = self._call("describe", timeout_s=cluster.start_timeout_s)
+        try:
+            self.description: dict[str, Any] = self._call("describe", timeout_s=cluster.start_timeout_s)
+        except BaseException:
+            self._end()
+            raise
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`."""
         return self._call("generate", list(requests))
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def logprobs(self, batch: Batch) -> torch.Tensor:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
         return self._call("logprobs", batch)
 
-    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
         return self._call("reference_logprobs", batch)
 
-    def train(self, batch: TrainBatch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
+    def train(self, batch: Batch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
         return self._call("train", batch, loss_fn, learning_rate)
 
@@ -93,17 +97,23 @@ class RemoteWorker:
         import ray
 
         try:
-            ray.get(self._actor.shutdown.remote(), timeout=self._cluster.shutdown_timeout_s)
-        except Exception:
-            # It may be dead or busy; either way the next line ends it.
-            pass
+            # It may be dead or busy; either way it is ended.
+            with contextlib.suppress(Exception):
+                ray.get(self._actor.shutdown.remote(), timeout=self._cluster.shutdown_timeout_s)
         finally:
-            ray.kill(self._actor)
-            self._actor = None
+            self._end()
+
+    def _end(self) -> None:
+        import ray
+
+        actor, self._actor = self._actor, None
+        # Ray may be gone already, and the actor with it.
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
         if self._actor is None:
             raise WorkerError(f"worker: {method} was called after shutdown")
@@ -121,3 +131,6 @@ class RemoteWorker:
         except RayActorError as error:
             reason = " ".join(str(error).split())
             raise WorkerError(f"worker: it died during {method}: {reason}") from error
+        except RayError as error:
+            reason = " ".join(str(error).split())
+            raise WorkerError(f"worker: {method} was lost: {type(error).__name__}: {reason}") from error

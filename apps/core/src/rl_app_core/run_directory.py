@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +24,8 @@ class Summary:
         steps: optimizer steps of reinforcement learning that are done.
         held_out_before: share of held-out problems solved before the first of them.
         held_out_after: the same after the last.
-        seconds: wall time from the start of the command, all resumed parts added.
+        seconds: wall time from the start of the command; a resumed run adds what the earlier parts had
+            taken up to the checkpoint that it continues from.
         tokens: sampled in training rollouts.
         seconds_generation: of the rollouts of training.
         seconds_training: of scoring and updating.
@@ -121,15 +124,34 @@ class RunDirectory:
     def write_summary(self, summary: Summary) -> None:
         write_file(self.summary_file, json.dumps(asdict(summary), indent=2) + "\n")
 
+    def records(self) -> list[dict[str, Any]]:
+        """Every whole line of ``metrics.jsonl``."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if _step(line, -1) >= 0]
+
     def elapsed_until(self, step: int) -> float:
         """Seconds that the run had taken when it logged ``step``; 0 when it did not get there."""
-        if not self.metrics_file.exists():
-            return 0.0
-        seconds = 0.0
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            if _step(line, step + 1) <= step:
-                seconds = max(seconds, float(json.loads(line).get("seconds", 0.0)))
-        return seconds
+        return max(
+            (record.get("seconds", 0.0) for record in self.records() if record["step"] <= step), default=0.0
+        )
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep every other process from working on this run.
+
+        Raises:
+            ConfigError: one does already.
+        """
+        with (self.path / ".lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"another process is working on {self.path}; wait for it or end it"
+                ) from error
+            yield
 
     def forget_after(self, step: int) -> None:
         """Drop metrics and rollouts of steps after ``step``: a resumed run makes them again."""
@@ -163,7 +185,7 @@ def write_file(path: Path, text: str) -> None:
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Add one JSON object as a line."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _step(line: str, unreadable: int) -> int:

@@ -7,6 +7,8 @@ any pre-trained model.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -61,17 +63,19 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def write_tiny_model(directory: Path, settings: TinyModel, texts: Sequence[str], seed: int) -> None:
-    """Write tokenizer, configuration and random fp32 weights of a Qwen3 into ``directory``.
+    """Write tokenizer, configuration and random fp32 weights of a Qwen3, whole or not at all.
 
     Args:
-        directory: created if missing.
+        directory: a new one, or an empty one.
         settings: sizes of the model and the tokenizer.
         texts: what the tokenizer is trained on.
         seed: of the weights.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     tokenizer = make_tokenizer(texts, settings.vocab_size)
-    tokenizer.save_pretrained(directory)
+    tokenizer.save_pretrained(partial)
     vocab_size = -(-len(tokenizer) // 16) * 16
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -97,7 +101,7 @@ def write_tiny_model(directory: Path, settings: TinyModel, texts: Sequence[str],
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(shape)
@@ -105,7 +109,8 @@ def write_tiny_model(directory: Path, settings: TinyModel, texts: Sequence[str],
         else torch.normal(0.0, settings.initializer_range, shape, generator=generator)
         for name, shape in _qwen3_shapes(settings, vocab_size)
     }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    os.rename(partial, directory)
 
 
 def _qwen3_shapes(settings: TinyModel, vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:

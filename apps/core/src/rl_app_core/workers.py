@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_algorithms.batching import TrainBatch
-from rl_algorithms.protocols import LossFunction
+from rl_algorithms.protocols import Batch, LossFunction
 from rl_generation.protocol import Completion, GenerationRequest
 from rl_policy_megatron import OptimizerSettings, PolicySettings
 
@@ -28,14 +27,12 @@ class WorkerSettings:
         model_dir: a Hugging Face directory.
         policy: of the policy.
         optimizer: of its first optimizer.
-        keep_reference: keep a frozen copy of the loaded weights to measure KL against.
         threads: CPU threads; 0 takes every core that the process may use.
     """
 
     model_dir: str
     policy: PolicySettings
     optimizer: OptimizerSettings
-    keep_reference: bool = False
     threads: int = 0
 
 
@@ -52,8 +49,6 @@ class ColocatedWorker:
 
         torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
         self._policy = MegatronPolicy(settings.model_dir, settings.policy, settings.optimizer)
-        if settings.keep_reference:
-            self._policy.keep_reference()
         self._engine = MegatronGeneration(
             self._policy.model, vocab_size=self._policy.vocab_size, max_context=self._policy.max_context
         )
@@ -71,15 +66,15 @@ class ColocatedWorker:
         self._policy.prepare_for_inference()
         return self._engine.generate(requests)
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def logprobs(self, batch: Batch) -> torch.Tensor:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
         return self._policy.logprobs(batch)
 
-    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
         return self._policy.reference_logprobs(batch)
 
-    def train(self, batch: TrainBatch, loss_fn: LossFunction, learning_rate: float) -> dict[str, float]:
+    def train(self, batch: Batch, loss_fn: LossFunction, learning_rate: float) -> dict[str, float]:
         """One update; the engine samples from the new weights from the next token on."""
         self._policy.prepare_for_training()
         metrics = self._policy.train(batch, loss_fn, learning_rate=learning_rate)
@@ -110,10 +105,6 @@ class ColocatedWorker:
         version = int(state["weight_version"])
         if version > self._engine.weight_version:
             self._engine.update_weights((), version)
-
-    def export_hf(self, directory: str) -> None:
-        """Write the present weights as a Hugging Face directory."""
-        self._policy.export_hf(Path(directory))
 
     def peak_memory_mb(self) -> float:
         """Largest resident size of this process so far, in MiB."""

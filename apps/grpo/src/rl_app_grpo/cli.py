@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from rl_app_core.cli import guarded, quiet_process
-from rl_app_core.config import load_config, to_yaml
+from rl_app_core.cli import Running, guarded, quiet_process
+from rl_app_core.config import RunConfig, load_config, to_yaml
 from rl_app_core.run_directory import RunDirectory
 
 from .recipes import DEFAULT_RECIPE, find_recipe
@@ -50,29 +51,24 @@ def run(
 ) -> None:
     """Train. With no arguments: the CPU recipe, a few minutes on a laptop."""
     began = time.perf_counter()
-    crash_file: list[Path] = []
-    with guarded(Console(stderr=True), crash_file=crash_file):
-        config = load_config(find_recipe(recipe), overrides or [])
-        from rl_app_core.preflight import prepare
-
-        prepared = prepare(config)
+    running = Running()
+    with guarded(Console(stderr=True), running):
+        prepared = _prepare(load_config(find_recipe(recipe), overrides or []))
         directory = RunDirectory.create(output, prepared.config, "grpo")
-        crash_file.append(directory.logs / "error.log")
-        _run(prepared, directory, began)
+        _run(prepared, directory, began, running)
 
 
 @app.command()
 def resume(run_dir: RunDir) -> None:
     """Continue an interrupted run from its newest checkpoint, exactly as if it had not stopped."""
     began = time.perf_counter()
-    crash_file: list[Path] = []
-    with guarded(Console(stderr=True), crash_file=crash_file):
+    running = Running()
+    with guarded(Console(stderr=True), running):
         directory, config = RunDirectory.open(run_dir)
-        from rl_app_core.preflight import prepare
-
-        prepared = prepare(config)
-        crash_file.append(directory.logs / "error.log")
-        _run(prepared, directory, began)
+        if _is_done(directory, config):
+            typer.echo(f"{run_dir} is done: {config.algorithm.steps} steps; for more, raise algorithm.steps")
+            return
+        _run(_prepare(config), directory, began, running)
 
 
 @app.command()
@@ -80,12 +76,11 @@ def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> No
     """Check a recipe, its overrides and every file it names, without starting anything."""
     with guarded(Console(stderr=True)):
         path = find_recipe(recipe)
-        config = load_config(path, overrides or [])
-        from rl_app_core.preflight import prepare
-
-        prepared = prepare(config)
-        train, held_out = prepared.problems.train, prepared.problems.held_out
-        typer.echo(f"ok: {path.name}, {len(train):,} training and {len(held_out):,} held-out problems")
+        problems = _prepare(load_config(path, overrides or [])).problems
+        typer.echo(
+            f"ok: {path.name}, {len(problems.train):,} training and {len(problems.held_out):,} held-out "
+            f"problems ({problems.repeated:,} repeated ones left out)"
+        )
 
 
 @app.command("show-config")
@@ -109,13 +104,30 @@ def export_hf(
         typer.echo(f"step {step} of {run_dir} is in {target}")
 
 
-def _run(prepared: Prepared, directory: RunDirectory, began: float) -> None:
+def _prepare(config: RunConfig) -> Prepared:
+    from rl_app_core.preflight import prepare
+
+    from .settings import check_settings
+
+    check_settings(config)
+    return prepare(config)
+
+
+def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
+    if not directory.summary_file.is_file():
+        return False
+    return any(record["step"] >= config.algorithm.steps for record in directory.records())
+
+
+def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Running) -> None:
     from rl_app_core.reporting import RunReporter
 
     from .job import run_job
 
     quiet_process()
-    with RunReporter(Console()) as reporter:
+    with directory.locked(), RunReporter(Console()) as reporter:
+        running.directory = directory
+        running.resume_hint = f"; continue with: grpo resume {shlex.quote(str(directory.path))}"
         reporter.line(f"run        {directory.path}")
         summary = run_job(prepared, directory, reporter, began=began)
         gained = summary.held_out_after - summary.held_out_before

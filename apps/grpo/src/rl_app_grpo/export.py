@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from rl_algorithms.checkpointing import CheckpointStore
@@ -21,8 +22,8 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
     checkpoint = CheckpointStore(directory.checkpoints).latest()
     if checkpoint is None:
         raise ConfigError(f"{run_dir} has no complete checkpoint to export")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} exists and is not empty; name a new directory")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not an empty directory; name a new one")
     from rl_policy_megatron import MegatronPolicy
 
     settings = worker_settings(config, model_directory(config, directory))
@@ -30,6 +31,9 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
     try:
         policy.load(checkpoint.path / POLICY_FOLDER)
         policy.export_hf(target)
+        if config.model.chat_template is not None:
+            # The template that the policy was trained with, not the one that its tokenizer came with.
+            shutil.copyfile(config.model.chat_template, target / "chat_template.jinja")
     finally:
         policy.shutdown()
     return checkpoint.step

@@ -9,26 +9,19 @@ from collections.abc import Callable, Mapping
 
 from rl_algorithms.batching import TrainBatch, build_sft_batch
 from rl_algorithms.checkpointing import Checkpoint, CheckpointStore
-from rl_algorithms.loops import (
-    GRPOSettings,
-    LoopResult,
-    SFTSettings,
-    StepReport,
-    run_grpo,
-    run_sft,
-)
-from rl_algorithms.losses import ClippedPGLoss
+from rl_algorithms.loops import LoopResult, SFTSettings, StepReport, run_grpo, run_sft
 from rl_algorithms.schedules import LearningRateSchedule
-from rl_app_core.cli import Interrupted
 from rl_app_core.compose import Runtime, algorithm_optimizer, compose
 from rl_app_core.config import RunConfig
 from rl_app_core.demonstrations import demonstrate
-from rl_app_core.interrupts import StopRequest
+from rl_app_core.interrupts import Interrupted, StopRequest
 from rl_app_core.preflight import Prepared
 from rl_app_core.reporting import RunReporter
 from rl_app_core.rollouts import measure
 from rl_app_core.run_directory import RunDirectory, Summary, append_record
 from rl_gym_bridge.trajectory import Trajectory
+
+from .settings import loop_settings, policy_loss
 
 
 def run_job(
@@ -53,17 +46,19 @@ def run_job(
         Interrupted: a signal asked to stop; the directory can be resumed.
     """
     config = prepared.config
-    store = CheckpointStore(directory.checkpoints, keep=config.checkpointing.keep)
+    store = CheckpointStore(
+        directory.checkpoints,
+        keep=config.checkpointing.keep,
+        on_ignored=lambda message: reporter.line(f"ignored    {message}"),
+    )
     resume_from = store.latest()
-    earlier = 0.0
-    if resume_from is not None:
-        earlier = directory.elapsed_until(resume_from.step)
-        directory.forget_after(resume_from.step)
+    resume_step = resume_from.step if resume_from is not None else None
+    earlier = directory.elapsed_until(resume_step) if resume_step is not None else 0.0
 
     def elapsed() -> float:
         return earlier + time.perf_counter() - began
 
-    with compose(prepared, directory, elapsed) as runtime:
+    with compose(prepared, directory, elapsed, resume_step=resume_step) as runtime:
         worker = runtime.worker
         reporter.line(
             f"model      {worker.description['parameters']:,} parameters; problems: "
@@ -72,12 +67,12 @@ def run_job(
         stop = StopRequest(lambda name: reporter.line(f"{name}: stopping at the next safe point"))
         with stop:
             if resume_from is None:
-                _warm_start(prepared, runtime, reporter, stop, directory)
+                _warm_start(prepared, runtime, reporter, stop)
             else:
                 reporter.line(f"resumed    after step {resume_from.step}")
             result = _train(prepared, runtime, reporter, stop, directory, store, resume_from)
         if result.stopped:
-            raise _interrupted(stop, directory, f"stopped after step {result.steps_done}")
+            raise _interrupted(stop, f"stopped after step {result.steps_done}")
         held_out = {entry.step: entry.metrics["accuracy"] for entry in result.held_out}
         summary = Summary(
             steps=result.steps_done,
@@ -101,51 +96,16 @@ def warm_start_batch(prepared: Prepared, runtime: Runtime, step: int) -> TrainBa
     rng = random.Random(f"{config.seed}/warm-start/{step}")
     share = next(phase.share for phase in warm.phases if step <= phase.until_step)
     rows = rng.choices(prepared.problems.train, k=warm.batch_size)
-    examples = [demonstrate(warm.demonstrations, row, share, rng, runtime.conversation) for row in rows]
+    examples = [
+        demonstrate(
+            warm.demonstrations, row, prepared.environments[row.agent], share, rng, runtime.conversation
+        )
+        for row in rows
+    ]
     return build_sft_batch(examples, runtime.conversation.pad_token_id)
 
 
-def policy_loss(config: RunConfig) -> ClippedPGLoss:
-    """The loss that the configuration describes."""
-    algorithm = config.algorithm
-    return ClippedPGLoss(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        kl_coefficient=algorithm.kl_coefficient,
-        kl_kind=algorithm.kl_form,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        importance_correction=algorithm.importance_correction,
-        importance_min=algorithm.importance_min,
-        importance_max=algorithm.importance_max,
-        normalization=algorithm.normalization,
-        constant_length=config.generation.max_new_tokens if algorithm.normalization == "constant" else None,
-    )
-
-
-def loop_settings(config: RunConfig) -> GRPOSettings:
-    """The loop that the configuration describes."""
-    algorithm = config.algorithm
-    return GRPOSettings(
-        steps=algorithm.steps,
-        prompts_per_step=algorithm.prompts_per_step,
-        group_size=algorithm.group_size,
-        learning_rate=algorithm.learning_rate,
-        warmup_steps=algorithm.warmup_steps,
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpointing.every,
-        advantage=algorithm.advantage,
-        leave_one_out=algorithm.leave_one_out,
-        updates_per_step=algorithm.updates_per_step,
-        shuffle_rewards=algorithm.shuffle_rewards,
-        overlong_filtering=algorithm.overlong_filtering,
-        seed=config.seed,
-    )
-
-
-def _warm_start(
-    prepared: Prepared, runtime: Runtime, reporter: RunReporter, stop: StopRequest, directory: RunDirectory
-) -> None:
+def _warm_start(prepared: Prepared, runtime: Runtime, reporter: RunReporter, stop: StopRequest) -> None:
     config = prepared.config
     warm = config.warm_start
     if warm.steps:
@@ -166,7 +126,7 @@ def _warm_start(
         )
         reporter.end_phase()
         if result.stopped:
-            raise _interrupted(stop, directory, f"stopped in the warm start after {result.steps_done} steps")
+            raise _interrupted(stop, f"stopped in the warm start after {result.steps_done} steps")
         runtime.worker.reset_optimizer(algorithm_optimizer(config))
     if config.algorithm.kl_coefficient:
         runtime.worker.keep_reference()
@@ -196,6 +156,7 @@ def _train(
         return run_grpo(
             settings=loop_settings(config),
             rows=prepared.problems.train,
+            rows_digest=prepared.problems.digest,
             source=runtime.rollouts,
             policy=runtime.worker,
             loss_fn=policy_loss(config),
@@ -220,6 +181,8 @@ def _watcher(
         shown = {"reward": metrics["reward_mean"], "length": metrics["length_mean"]}
         if held_out is not None:
             shown["held-out accuracy"] = held_out
+        if failures := metrics["failures_infra"] + metrics["failures_data"]:
+            shown["failed rollouts"] = failures
         reporter.advance("grpo", report.step, shown, measured=held_out is not None)
         for index, trajectory in enumerate(report.trajectories[: config.logging.rollouts_per_step]):
             record = _rollout_record(report.step, trajectory, float(report.advantages[index]))
@@ -246,9 +209,9 @@ def _rollout_record(step: int, trajectory: Trajectory, advantage: float) -> dict
     }
 
 
-def _interrupted(stop: StopRequest, directory: RunDirectory, what: str) -> Interrupted:
+def _interrupted(stop: StopRequest, what: str) -> Interrupted:
     assert stop.signal_number is not None
-    return Interrupted(stop.signal_number, f"{what}; continue with: grpo resume {directory.path}")
+    return Interrupted(stop.signal_number, what)
 
 
 def _own_peak_memory_mb() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
     for depth, parent in enumerate(parents):
         inner = target.get(parent)
         if inner is None:
-            inner = target[parent] = {}
+            section: dict[str, Any] = {}
+            inner = target[parent] = section
         elif not isinstance(inner, dict):
             path = ".".join(parents[: depth + 1])
             raise ConfigError(f"{key}: {path} is a value, not a section; it has no keys below it")
@@ -110,6 +111,6 @@ def _explain(item: ErrorDetails) -> str:
     given = item.get("input")
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    if item["type"] == "value_error" or isinstance(given, Mapping | BaseModel):
+    if item["type"] == "value_error" or isinstance(given, (dict, BaseModel)):
         return f"{path}: {message}"
     return f"{path}={given!r}: {message}"

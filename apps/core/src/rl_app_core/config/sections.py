@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+# Absolute, so that a resume from another folder finds the same files.
+File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class Section(BaseModel):
@@ -58,10 +60,10 @@ class TinyModel(Section):
 class Model(Section):
     """Where the policy comes from: exactly one of ``path`` and ``tiny``."""
 
-    path: Path | None = None
+    path: File | None = None
     """A directory in Hugging Face format: config.json, *.safetensors and the tokenizer's files."""
     tiny: TinyModel | None = None
-    chat_template: Path | None = None
+    chat_template: File | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
 
     @model_validator(mode="after")
@@ -80,14 +82,15 @@ class TrainData(Section):
     dataset_name: str | None = None
     """A generator of the reasoning-gym library, such as ``basic_arithmetic``."""
     options: dict[str, Any] = {}
-    """Options of that generator, as its library documents them."""
+    """Of the generator, as its library documents them."""
     size: PositiveInt = 20000
-    """Draws; repeated problems count once."""
+    """Draws from the generator; repeated problems count once."""
     seed: Count = 0
     """Of the generator; not the run's, so that runs with other seeds share their problems."""
     prompt: str = "{question}"
-    """The user message; ``{question}`` and every scalar of the problem's metadata can be used."""
-    path: Path | None = None
+    """The user message of a generated problem; ``{question}`` and every scalar of the problem's metadata
+    can be used."""
+    path: File | None = None
     """A JSONL file in Gym format instead of a generator."""
 
     @model_validator(mode="after")
@@ -106,7 +109,7 @@ class HeldOutData(Section):
     """How many of them are used at most."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of all distinct problems that is set aside; at most ``size`` of them are used."""
-    path: Path | None = None
+    path: File | None = None
     """A JSONL file of its own instead; problems that also appear in training are refused."""
 
 
@@ -118,11 +121,11 @@ class Data(Section):
 
 
 class Environment(Section):
-    """The in-process environment that generated rows are played in."""
+    """The in-process environment that rows are played in."""
 
     name: str = "exact_answer"
     """``exact_answer``, ``final_number`` (the last whole number of the answer counts) or ``calculator``
-    (with a tool to call); rows of a file name their own."""
+    (with a tool to call). Rows of a file may name another in ``agent_ref``."""
 
 
 class DemonstrationPhase(Section):
@@ -187,6 +190,10 @@ class Algorithm(Section):
     """After the warm-up; 0 changes nothing, as a control."""
     warmup_steps: Count = 5
     """Steps of linear rise to it."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up, until the last step."""
+    final_share: Share = 0.0
+    """Share of the learning rate that a decay ends at."""
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
@@ -196,6 +203,8 @@ class Algorithm(Section):
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
     """``grpo`` (centred and divided by the group's standard deviation), ``rloo`` (against the mean of
     the others) or ``dr_grpo`` (centred only)."""
+    normalize: bool = True
+    """With ``grpo``: divide by the standard deviation."""
     leave_one_out: bool = False
     """With ``grpo``: mean and deviation of the other members of the group."""
     clip_low: Share = 0.2
@@ -210,6 +219,8 @@ class Algorithm(Section):
     """Estimator of that KL."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    report_entropy: bool = False
+    """Measure the entropy without a bonus; it costs a little."""
     normalization: Literal["token", "sequence", "constant"] = "token"
     """What the loss is a mean over: all tokens, sequences, or sequences of ``max_new_tokens``."""
     importance_correction: Literal["tis", "icepop"] | None = None
@@ -219,24 +230,27 @@ class Algorithm(Section):
     """Upper bound of the weights; given together with the correction."""
     importance_min: Positive | None = None
     """Lower bound of the weights; ``icepop`` needs it."""
+    filter_zero_spread: bool = False
+    """Leave groups whose rewards are all equal out of the denominators, too."""
     overlong_filtering: bool = False
     """Truncated answers keep their place in the baseline and are not trained."""
+    max_infra_failures: Count = 5
+    """Rollouts of one step that the infrastructure may fail before the run ends."""
+    max_skipped_steps: Count = 2
+    """Steps in a row that may find nothing to train on."""
     shuffle_rewards: bool = False
     """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""
 
-    @model_validator(mode="after")
-    def _combinations(self) -> Algorithm:
-        if (self.importance_correction is None) != (self.importance_max is None):
-            raise ValueError("importance_correction and importance_max are given together or not at all")
-        if self.importance_correction == "icepop" and self.importance_min is None:
-            raise ValueError("importance_correction=icepop needs importance_min as well as importance_max")
-        if self.leave_one_out and self.advantage != "grpo":
-            raise ValueError(f"leave_one_out belongs to advantage=grpo, not to {self.advantage}")
-        if self.updates_per_step > self.prompts_per_step:
-            raise ValueError(
-                f"updates_per_step {self.updates_per_step} exceeds prompts_per_step {self.prompts_per_step}"
-            )
-        return self
+
+class Rewards(Section):
+    """What is done to an environment's rewards before advantages are made of them."""
+
+    overlong_buffer: Count = 0
+    """The last so many tokens before ``generation.max_new_tokens`` are punished, linearly; 0 is off."""
+    overlong_penalty: NonNegative = 1.0
+    """The punishment at the very end of the buffer."""
+    stop_properly_coefficient: Share | None = None
+    """Factor on the reward of truncated answers, instead of the overlong penalty."""
 
 
 class Generation(Section):
@@ -321,6 +335,7 @@ class RunConfig(Section):
     data: Data
     environment: Environment = Environment()
     warm_start: WarmStart = WarmStart()
+    rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
     generation: Generation = Generation()
     policy: Policy = Policy()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from rl_app_core import cluster
+from rl_app_core.config.sections import Cluster
+
+
+@contextlib.contextmanager
+def pretended_connection(where, *, _temp_dir, **arguments):
+    logs = Path(_temp_dir, "session_latest", "logs")
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("the story")
+    (logs / "empty.out").write_text("")
+    pretended_connection.scratch = Path(_temp_dir)
+    yield
+
+
+def test_after_a_failure_rays_logs_are_kept_and_its_folder_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "_connection", pretended_connection)
+    with pytest.raises(RuntimeError, match="first cause"), cluster.ray_cluster(Cluster(), tmp_path / "logs"):
+        raise RuntimeError("first cause")
+    assert [file.name for file in (tmp_path / "logs" / "ray").iterdir()] == ["raylet.err"]
+    assert (tmp_path / "logs" / "ray" / "raylet.err").read_text() == "the story"
+    assert not pretended_connection.scratch.exists()
+
+
+def test_without_a_failure_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "_connection", pretended_connection)
+    with cluster.ray_cluster(Cluster(), tmp_path / "logs"):
+        assert pretended_connection.scratch.exists()
+    assert not (tmp_path / "logs").exists()
+    assert not pretended_connection.scratch.exists()

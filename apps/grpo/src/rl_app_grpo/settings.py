@@ -1,0 +1,81 @@
+"""From the configuration to the loss and the loop that it describes."""
+
+from __future__ import annotations
+
+from rl_algorithms.loops import GRPOSettings
+from rl_algorithms.losses import ClippedPGLoss
+from rl_algorithms.losses.normalization import LossError
+from rl_algorithms.rewards import OverlongPenalty, RewardError, RewardShaping
+from rl_app_core.config import ConfigError, RunConfig
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse combinations that the loss or the loop refuses.
+
+    Raises:
+        ConfigError: naming what does not go together.
+    """
+    try:
+        policy_loss(config)
+        loop_settings(config)
+    except (LossError, RewardError, ValueError) as error:
+        raise ConfigError(f"algorithm: {error}") from error
+
+
+def policy_loss(config: RunConfig) -> ClippedPGLoss:
+    """The loss that the configuration describes."""
+    algorithm = config.algorithm
+    return ClippedPGLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_kind=algorithm.kl_form,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        report_entropy=algorithm.report_entropy,
+        importance_correction=algorithm.importance_correction,
+        importance_min=algorithm.importance_min,
+        importance_max=algorithm.importance_max,
+        normalization=algorithm.normalization,
+        constant_length=config.generation.max_new_tokens if algorithm.normalization == "constant" else None,
+    )
+
+
+def loop_settings(config: RunConfig) -> GRPOSettings:
+    """The loop that the configuration describes."""
+    algorithm = config.algorithm
+    return GRPOSettings(
+        steps=algorithm.steps,
+        prompts_per_step=algorithm.prompts_per_step,
+        group_size=algorithm.group_size,
+        learning_rate=algorithm.learning_rate,
+        warmup_steps=algorithm.warmup_steps,
+        decay=algorithm.decay,
+        learning_rate_floor=algorithm.final_share,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpointing.every,
+        advantage=algorithm.advantage,
+        normalize=algorithm.normalize,
+        leave_one_out=algorithm.leave_one_out,
+        updates_per_step=algorithm.updates_per_step,
+        shaping=reward_shaping(config),
+        shuffle_rewards=algorithm.shuffle_rewards,
+        filter_zero_spread=algorithm.filter_zero_spread,
+        max_infra_failures=algorithm.max_infra_failures,
+        max_skipped_steps=algorithm.max_skipped_steps,
+        overlong_filtering=algorithm.overlong_filtering,
+        seed=config.seed,
+    )
+
+
+def reward_shaping(config: RunConfig) -> RewardShaping:
+    """What the configuration does to rewards."""
+    rewards = config.rewards
+    overlong = None
+    if rewards.overlong_buffer:
+        overlong = OverlongPenalty(
+            max_length=config.generation.max_new_tokens,
+            buffer=rewards.overlong_buffer,
+            penalty=rewards.overlong_penalty,
+        )
+    return RewardShaping(overlong=overlong, stop_properly_coefficient=rewards.stop_properly_coefficient)
