@@ -117,6 +117,37 @@ def test_h7_a_damaged_folder_does_not_block_the_next_save(store):
     assert (store.directory / kept[0] / "state.json").exists()
 
 
+def test_h8_a_step_with_flipped_bytes_can_be_written_again(store):
+    """A run that fell back to the older checkpoint gets here again, and must be able to save."""
+    save(store, 2)
+    save(store, 4)
+    damage_flipped_byte(store.path_of(4))
+    again = CheckpointStore(store.directory)
+    assert again.latest().step == 2
+    save(again, 4)
+    assert again.latest().step == 4
+    kept = [name for name in entries(store) if name.startswith(".incomplete-step_4-")]
+    assert len(kept) == 1, "the damaged one stays for people to look at"
+
+
+def test_h8_the_caller_is_told_once_of_each_damaged_checkpoint_in_one_line(store, caplog):
+    for step in (1, 2, 3):
+        save(store, step)
+    damage_flipped_byte(store.path_of(3))
+    damage_half_a_manifest(store.path_of(2))
+    told = []
+    other = CheckpointStore(store.directory, on_ignored=told.append)
+    assert other.latest().step == 1
+    assert other.latest().step == 1
+    assert [line.split(":")[0] for line in told] == [
+        "ignoring the damaged checkpoint step_3",
+        "ignoring the damaged checkpoint step_2",
+    ]
+    assert "model.safetensors does not have the content that was written" in told[0]
+    assert not any("\n" in line for line in told)
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 def test_h9_another_format_is_an_error_not_an_older_checkpoint(store):
     save(store, 1)
     save(store, 2)
@@ -201,6 +232,43 @@ def test_retention_keeps_the_newest_and_never_counts_damaged_ones(tmp_path):
     assert store.steps() == [2, 3, 4]
     save(store, 5)
     assert store.steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_retention_never_counts_a_checkpoint_with_flipped_bytes(tmp_path, same_process):
+    """keep=2 with a damaged one in between: deleting step 1 would leave nothing to fall back to."""
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    save(store, 2)
+    damaged = store.path_of(2) / "policy" / "model.safetensors"
+    damage_flipped_byte(store.path_of(2))
+    os.utime(damaged, ns=(0, 0))
+    store = store if same_process else CheckpointStore(tmp_path, keep=2)
+    save(store, 3)
+    assert store.steps() == [1, 2, 3]
+    damage_truncated_file(store.path_of(3))
+    assert store.latest().step == 1
+
+
+def test_retention_does_not_count_a_damaged_later_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 3)
+    save(store, 6)
+    damage_flipped_byte(store.path_of(6))
+    again = CheckpointStore(tmp_path, keep=2)
+    save(again, 4)
+    assert again.steps() == [3, 4, 6]
+    assert again.latest().step == 4
+
+
+def test_retention_reads_no_checkpoint_that_this_process_wrote(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr("rl_algorithms.checkpointing.verify", lambda path, **options: read.append(path.name))
+    store = CheckpointStore(tmp_path, keep=3)
+    monkeypatch.setattr(store, "_is_complete", lambda step, **options: read.append(step))
+    for step in (1, 2, 3):
+        save(store, step)
+    assert read == [1, 2, 3], "only the question whether the step is there already"
 
 
 def test_a_failing_writer_publishes_nothing(store):

@@ -115,6 +115,12 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
             raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
 
 
+def fingerprint(folder: Path) -> frozenset[tuple[str, int, int]]:
+    """Name, size and time of change (ns) of every file below ``folder``: the same until one is written."""
+    found = ((path.relative_to(folder).as_posix(), path.lstat()) for path in _walk(folder))
+    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
 def fsync_directory(path: Path) -> None:
     """Make the directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

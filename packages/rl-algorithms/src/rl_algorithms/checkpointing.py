@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from .checkpoint_files import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
+    fingerprint,
     fsync_directory,
     verify,
     write_manifest,
@@ -59,9 +60,11 @@ class CheckpointStore:
         keep: how many of the newest stay; ``None`` keeps all.
         suffixes: file name suffixes that may be stored. Pickle-based formats stay out, since
             reading them runs code.
+        on_ignored: told in one line of every damaged checkpoint that is come upon and passed over,
+            once each; logged as a warning too.
 
     Folders that are not named ``step_N`` exactly (``step_10-hf``, ``step_x``) and ones that do not
-    verify are ignored and left alone.
+    verify are ignored and left alone; only writing step N again moves a damaged ``step_N`` aside.
     """
 
     def __init__(
@@ -70,12 +73,17 @@ class CheckpointStore:
         *,
         keep: int | None = None,
         suffixes: Collection[str] = (".json", ".safetensors"),
+        on_ignored: Callable[[str], None] | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep must be at least 1, or None for all checkpoints; got {keep}")
         self._directory = Path(directory)
         self._keep = keep
         self._suffixes = frozenset(suffixes)
+        self._on_ignored = on_ignored
+        self._reported: set[str] = set()
+        # What this object verified or wrote, so that retention need not read it again.
+        self._verified: dict[int, frozenset[tuple[str, int, int]]] = {}
 
     @property
     def directory(self) -> Path:
@@ -101,6 +109,7 @@ class CheckpointStore:
         """
         path = self.path_of(step)
         verify(path)
+        self._verified[step] = fingerprint(path)
         return Checkpoint(step, path)
 
     def latest(self) -> Checkpoint | None:
@@ -114,15 +123,16 @@ class CheckpointStore:
             try:
                 return self.load(step)
             except CheckpointCorruptError as error:
-                logger.warning("ignoring checkpoint step_%d: %s", step, error)
+                self._ignore(step, error)
         return None
 
     @contextmanager
     def write(self, step: int) -> Generator[Path]:
         """``with store.write(step) as folder:`` fill the empty ``folder``; it is published on exit.
 
-        If the block raises, nothing is published. Older checkpoints beyond ``keep`` are deleted
-        only after the new one is published and on disk.
+        If the block raises, nothing is published. A damaged ``step_N`` makes room for the new one
+        and stays as ``.incomplete-step_N-…``. Older checkpoints beyond ``keep`` are deleted only
+        after the new one is published and on disk; damaged ones do not count as kept.
 
         Raises:
             CheckpointError: ``step`` has a complete checkpoint already, the folder holds a file of
@@ -130,7 +140,7 @@ class CheckpointStore:
         """
         if step < 0:
             raise CheckpointError(f"a checkpoint step must be >= 0, got {step}")
-        if self._looks_complete(step):
+        if self._is_complete(step):
             raise CheckpointError(
                 f"{self.path_of(step)} is complete already: resume from it, or write to another directory"
             )
@@ -143,6 +153,7 @@ class CheckpointStore:
             yield folder
             write_manifest(folder, step=step, suffixes=self._suffixes)
             self._publish(folder, step, unique)
+            self._verified[step] = fingerprint(self.path_of(step))
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {step} in {self._directory} failed: {error}"
@@ -159,22 +170,45 @@ class CheckpointStore:
         os.rename(folder, target)
         fsync_directory(self._directory)
 
-    def _looks_complete(self, step: int) -> bool:
-        """By presence and sizes; one of another format is somebody's complete checkpoint too."""
+    def _is_complete(self, step: int, *, hashes: bool = True) -> bool:
+        """One of another format is somebody's complete checkpoint too."""
         try:
-            verify(self.path_of(step), hashes=False)
-        except CheckpointCorruptError:
+            verify(self.path_of(step), hashes=hashes)
+        except CheckpointCorruptError as error:
+            if self.path_of(step).exists():
+                self._ignore(step, error)
             return False
         except CheckpointFormatError:
             pass
         return True
 
+    def _can_be_relied_on(self, step: int) -> bool:
+        known = self._verified.get(step)
+        if known is not None and known == fingerprint(self.path_of(step)):
+            return True
+        if not self._is_complete(step):
+            return False
+        self._verified[step] = fingerprint(self.path_of(step))
+        return True
+
+    def _ignore(self, step: int, error: CheckpointCorruptError) -> None:
+        message = " ".join(f"ignoring the damaged checkpoint step_{step}: {error}".split())
+        if message in self._reported:
+            return
+        self._reported.add(message)
+        logger.warning("%s", message)
+        if self._on_ignored is not None:
+            self._on_ignored(message)
+
     def _retain(self, published: int) -> None:
         if self._keep is None:
             return
-        complete = [step for step in self.steps() if self._looks_complete(step)]
-        for step in complete[: -self._keep]:
-            if step != published:
+        kept = 0
+        for step in reversed(self.steps()):
+            # Hashes only of what deleting the others relies on.
+            if kept < self._keep:
+                kept += self._can_be_relied_on(step)
+            elif step != published and self._is_complete(step, hashes=False):
                 # Renamed first: a kill while deleting must not leave half a checkpoint in sight.
                 doomed = self._directory / f"{_DELETING}step_{step}-{uuid.uuid4().hex[:8]}"
                 os.rename(self.path_of(step), doomed)
