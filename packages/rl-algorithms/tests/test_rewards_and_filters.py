@@ -1,19 +1,11 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
 from rl_algorithms.advantages import dr_grpo_advantages
 from rl_algorithms.filters import not_truncated, zero_spread_groups
-from rl_algorithms.rewards import (
-    LinearScaling,
-    OverlongPenalty,
-    RewardError,
-    RewardShaping,
-    combine_components,
-)
+from rl_algorithms.rewards import LinearScaling, OverlongPenalty, RewardError, RewardShaping
 from rl_gym_bridge.trajectory import StopReason
 
 
@@ -55,23 +47,6 @@ def test_c4_a_reward_that_is_taken_away_is_away_before_the_baseline():
         shaped = RewardShaping(stop_properly_coefficient=0.0)(doubles(1.0, paid), lengths, cut)
         found.append(dr_grpo_advantages(shaped, ["g", "g"], torch.tensor([True, True])).tolist())
     assert found[0] == found[1] == [0.5, -0.5]
-
-
-def test_c6_none_is_neither_zero_nor_nan(caplog):
-    with caplog.at_level(logging.WARNING):
-        rewards, valid = combine_components(
-            [{"a": 1, "b": None}, {"a": None}, {"b": 3.0}], {"a": 1, "b": 0.5}
-        )
-    assert rewards.tolist() == [1.0, 0.0, 1.5]
-    assert valid.tolist() == [True, False, True]
-    assert "rows [1]" in caplog.text
-
-
-def test_components_without_a_weight_or_not_finite_are_refused():
-    with pytest.raises(RewardError, match="row 0 has reward parts without a weight: style"):
-        combine_components([{"style": 1.0}], {"a": 1})
-    with pytest.raises(RewardError, match="not finite: a"):
-        combine_components([{"a": float("nan")}], {"a": 1})
 
 
 def test_b10_truncation_is_the_stop_reason():

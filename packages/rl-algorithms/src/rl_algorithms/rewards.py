@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 
 class RewardError(ValueError):
-    """Shaping settings or reward parts that make no sense; names the offender."""
+    """Shaping settings that make no sense; names the offender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +95,3 @@ class RewardShaping:
         if self.stop_properly_coefficient is not None:
             shaped = torch.where(truncated, shaped * self.stop_properly_coefficient, shaped)
         return shaped
-
-
-def combine_components(
-    rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sums of named reward parts.
-
-    A part that is missing or ``None`` contributes nothing. A row without any part is excluded with
-    a warning: it is neither 0 nor NaN but not valid.
-
-    Returns:
-        rewards ``[N]`` float64 (0 where not valid) and valid ``[N]`` bool.
-
-    Raises:
-        RewardError: a part without a weight (0 ignores it openly), or one that is not finite.
-    """
-    rewards: list[float] = []
-    valid: list[bool] = []
-    for index, row in enumerate(rows):
-        given = {name: value for name, value in row.items() if value is not None}
-        unknown = sorted(given.keys() - weights.keys())
-        if unknown:
-            raise RewardError(f"row {index} has reward parts without a weight: {', '.join(unknown)}")
-        broken = sorted(name for name, value in given.items() if not math.isfinite(value))
-        if broken:
-            raise RewardError(f"row {index} has reward parts that are not finite: {', '.join(broken)}")
-        rewards.append(sum(weights[name] * value for name, value in given.items()))
-        valid.append(bool(given))
-    missing = [index for index, keep in enumerate(valid) if not keep]
-    if missing:
-        logger.warning("no reward function judged rows %s: they are excluded from training", missing)
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid, dtype=torch.bool)
