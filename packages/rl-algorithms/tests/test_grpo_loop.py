@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from dataclasses import replace
 
@@ -206,12 +208,49 @@ def test_infrastructure_failures_beyond_the_budget_end_the_run(world, tmp_path):
     assert store.latest().step == 3
 
 
+def test_data_failures_of_more_than_half_a_step_end_the_run(new_world):
+    """17 of 32 rollouts are too many, 16 are not; an environment that fails in mid-rollout counts."""
+
+    def failing(last):
+        def spoil(step, r):
+            _, place, member = (int(part) for part in r.rollout_id.split("/"))
+            number = place * 8 + member
+            if step != 2 or number > last:
+                return r
+            if number % 2:
+                return failure(r, FailureKind.DATA, f"row {number} has no answer")
+            return replace(r, stop_reason=StopReason.ENVIRONMENT_FAILURE)
+
+        return spoil
+
+    world = new_world()
+    world.source.replace = failing(15)
+    assert run(world).failures == {"infra": 0, "data": 16}
+    world = new_world()
+    world.source.replace = failing(16)
+    with pytest.raises(
+        LoopError,
+        match=r"step 2: 17 of 32 .*max_data_failures_share is 0\.5; .*2/0/1 \(agent adder\): row 1 has no",
+    ):
+        run(world)
+    assert world.policy.updates == 1, "the step is refused before it trains"
+    run(new_world(), replace(SETTINGS, steps=2, max_data_failures_share=0.0))
+
+
+def test_an_environment_that_always_fails_in_mid_rollout_is_named(world):
+    world.source.replace = lambda step, r: replace(
+        r, stop_reason=StopReason.ENVIRONMENT_FAILURE, agent="adder"
+    )
+    with pytest.raises(LoopError, match=r"32 of 32 .*1/0/0 \(agent adder\): the environment failed in mid"):
+        run(world)
+
+
 def test_a_step_without_usable_samples_is_skipped_and_counted(world):
     def broken(step, rollout):
         return failure(rollout, FailureKind.DATA, "row 3 has no answer") if step in (1, 2, 4) else rollout
 
     world.source.replace = broken
-    result = run(world)
+    result = run(world, replace(SETTINGS, max_data_failures_share=1.0))
     assert (result.steps_done, result.skipped_steps) == (6, 3)
     assert world.recorder.series("skipped") == [1, 1, 0, 1, 0, 0]
     assert result.failures == {"infra": 0, "data": 96}
@@ -220,7 +259,7 @@ def test_a_step_without_usable_samples_is_skipped_and_counted(world):
 def test_too_many_skipped_steps_in_a_row_end_the_run(world):
     world.source.replace = lambda step, r: failure(r, FailureKind.DATA, "row 3 has no answer")
     with pytest.raises(LoopError, match=r"step 3: 3 steps in a row .*row 3 has no answer"):
-        run(world)
+        run(world, replace(SETTINGS, max_data_failures_share=1.0))
     assert world.recorder.series("failures_data") == [32, 32, 32]
 
 
@@ -243,6 +282,32 @@ def test_samples_without_reward_tokens_or_environment_are_not_valid(world):
     assert (metrics["samples_without_reward"], metrics["samples_without_tokens"]) == (4, 4)
     assert metrics["failures_data"] == 4
     assert metrics["updates"] == 0
+
+
+def test_c6_no_reward_is_excluded_with_a_warning_neither_zero_nor_nan(world, caplog):
+    def spoil(step, rollout):
+        if rollout.rollout_id in ("1/1/3", "1/2/0", "1/2/5"):
+            return replace(rollout, reward=None, agent="adder")
+        return replace(rollout, reward=1.0)
+
+    world.source.replace = spoil
+    with caplog.at_level(logging.WARNING):
+        reports = []
+        run(world, replace(SETTINGS, steps=1), on_step=reports.append)
+    metrics = reports[0].metrics
+    assert (metrics["samples_valid"], metrics["reward_mean"], metrics["samples_without_reward"]) == (
+        29,
+        1.0,
+        3,
+    )
+    kept = torch.tensor([t.reward is not None for t in reports[0].trajectories])
+    assert reports[0].trained.tolist() == kept.tolist()
+    assert torch.isfinite(reports[0].advantages).all()
+    warnings = [record.getMessage() for record in caplog.records if "no reward" in record.getMessage()]
+    assert warnings == [
+        "step 1: 3 of 32 rollouts have no reward and are excluded from training; the first is 1/1/3 "
+        "(group 1/1, agent adder)"
+    ]
 
 
 def test_overlong_filtering_keeps_the_baseline_but_does_not_train(new_world):
@@ -347,6 +412,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(world, tmp_p
     assert store.latest().step == 2
 
 
+def test_what_the_policy_raises_keeps_its_type_and_names_step_and_update(world):
+    class OutOfMemory(RuntimeError):
+        pass
+
+    real = world.policy.train
+
+    def train(batch, loss_fn, *, learning_rate):
+        if len(world.policy.trained) == 3:
+            raise OutOfMemory("no memory")
+        return real(batch, loss_fn, learning_rate=learning_rate)
+
+    world.policy.train = train
+    with pytest.raises(OutOfMemory, match="no memory") as caught:
+        run(world, replace(SETTINGS, updates_per_step=2, group_size=32))
+    assert caught.value.__notes__ == ["step 2, update 2: the policy failed to train"]
+
+
 def test_a_source_that_breaks_its_word_is_named(world):
     real = world.source.rollouts
     world.source.rollouts = lambda rows, **options: real(rows, **options)[:-1]
@@ -375,6 +457,46 @@ def test_a_resume_must_continue_the_same_run(new_world, tmp_path):
     assert (done.steps_done, done.stopped) == (6, False)
 
 
+def test_a_resume_with_other_rows_of_the_same_number_is_refused(new_world, tmp_path):
+    store = CheckpointStore(tmp_path / "digest")
+    run(new_world(), replace(SETTINGS, steps=3), checkpoints=store, rows_digest="aa11")
+    with pytest.raises(LoopError, match=r"aa11.*bb22.*resume with the same settings and rows"):
+        run(new_world(), checkpoints=store, resume_from=store.latest(), rows_digest="bb22")
+    run(new_world(), checkpoints=store, resume_from=store.latest())
+    run(new_world(), checkpoints=store, resume_from=store.load(6), rows_digest="bb22")
+
+    store = CheckpointStore(tmp_path / "same")
+    run(new_world(), replace(SETTINGS, steps=3), checkpoints=store, rows_digest="aa11")
+    assert run(new_world(), checkpoints=store, resume_from=store.latest(), rows_digest="aa11").steps_done == 6
+
+
+def test_a_checkpoint_of_before_the_digest_can_be_resumed(new_world, tmp_path):
+    store, older = CheckpointStore(tmp_path / "new"), CheckpointStore(tmp_path / "older")
+    run(new_world(), replace(SETTINGS, steps=3), checkpoints=store)
+    with older.write(3) as folder:
+        (folder / "policy").mkdir()
+        for name in ("loop.json", "policy/weights.json"):
+            content = json.loads((store.path_of(3) / name).read_text())
+            content.get("run", {}).pop("rows_digest", None)
+            (folder / name).write_text(json.dumps(content))
+    done = run(new_world(), checkpoints=older, resume_from=older.latest(), rows_digest="aa11")
+    assert done.steps_done == 6
+    assert json.loads((older.path_of(6) / "loop.json").read_text())["run"]["rows_digest"] == "aa11"
+
+
+def test_a_run_that_ends_has_its_last_step_measured(new_world, tmp_path):
+    """Stopped after step 3, which was not measured, and resumed with 3 as the last step."""
+    store = CheckpointStore(tmp_path)
+    first, second = new_world(), new_world()
+    stopped = run(first, checkpoints=store, should_stop=lambda: len(first.recorder.entries) == 4)
+    assert (stopped.steps_done, [entry.step for entry in stopped.held_out]) == (3, [0, 2])
+    done = run(second, replace(SETTINGS, steps=3), checkpoints=store, resume_from=store.latest())
+    assert (done.steps_done, done.stopped) == (3, False)
+    assert [entry.step for entry in done.held_out] == [0, 2, 3]
+    assert second.recorder.entries == [(3, {"held_out/accuracy": done.held_out[-1].metrics["accuracy"]})]
+    assert done.seconds_evaluation > stopped.seconds_evaluation
+
+
 def test_a_state_of_another_version_is_refused():
     content = LoopState(step=3).to_json()
     assert LoopState.from_json(content) == LoopState(step=3)
@@ -394,6 +516,7 @@ def test_more_updates_than_the_loss_can_correct_are_refused(world):
         ({"group_size": 0}, "group_size"),
         ({"evaluate_every": -1}, "evaluate_every"),
         ({"learning_rate": math.nan}, "learning rate"),
+        ({"max_data_failures_share": 1.5}, "max_data_failures_share must lie in"),
         ({"advantage": "gae"}, "'gae' is unknown"),
         ({"advantage": "rloo", "leave_one_out": True}, "leave_one_out"),
     ],

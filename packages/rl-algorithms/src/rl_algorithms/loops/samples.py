@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from .rows import seeded_permutation
 from .settings import GRPOSettings
 from .state import LoopError
 
+logger = logging.getLogger(__name__)
+
 _SHUFFLE_KEY = 1
 
 
@@ -26,8 +29,9 @@ class StepSamples:
     Attributes:
         trajectories: N finished rollouts.
         failures: rollouts that are no sample.
-        rewards: as the environment gave them, NaN where it gave none.
-        shaped: what advantages are made of.
+        rewards: unshaped; as the environment gave them, or permuted among the valid samples by
+            ``shuffle_rewards``. NaN where the environment gave none.
+        shaped: what advantages are made of; permuted alike.
         valid: in the baseline of its group.
         trained: enters the loss.
         advantages: 0 where not valid.
@@ -47,12 +51,29 @@ class StepSamples:
     def tokens(self) -> int:
         return sum(trajectory.sampled_tokens for trajectory in self.trajectories)
 
+    @property
+    def rollouts(self) -> int:
+        """How many there were, finished or failed."""
+        return len(self.trajectories) + len(self.failures)
+
     def failures_by_kind(self) -> dict[str, int]:
         """Failed rollouts by kind; an environment that failed in mid-rollout counts as data."""
         counts = Counter({kind.value: 0 for kind in FailureKind})
         counts.update(failure.kind.value for failure in self.failures)
         counts[FailureKind.DATA.value] += sum(_environment_failed(t) for t in self.trajectories)
         return dict(counts)
+
+    def first_data_failure(self) -> str:
+        """Which rollout of kind data failed first, of which agent, and why; empty if none did."""
+        for failure in self.failures:
+            if failure.kind is FailureKind.DATA:
+                return f"{failure.rollout_id} (agent {failure.agent or 'unnamed'}): {failure.error}"
+        for trajectory in filter(_environment_failed, self.trajectories):
+            return (
+                f"{trajectory.rollout_id} (agent {trajectory.agent or 'unnamed'}): the environment failed in "
+                "mid-rollout"
+            )
+        return ""
 
     def metrics(self, settings: GRPOSettings) -> dict[str, float]:
         """Rewards and accuracy over valid samples, lengths and truncation over all trajectories."""
@@ -79,7 +100,10 @@ class StepSamples:
 
 
 def judge(rollouts: Sequence[Trajectory | RolloutFailure], settings: GRPOSettings, step: int) -> StepSamples:
-    """Rewards, shaping, filters and advantages of one step. A failed rollout never becomes a reward."""
+    """Rewards, shaping, filters and advantages of one step. A failed rollout never becomes a reward.
+
+    A rollout that its environment gave no reward is excluded with a warning: neither 0 nor NaN.
+    """
     trajectories = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
     failures = [rollout for rollout in rollouts if isinstance(rollout, RolloutFailure)]
     groups = [trajectory.group_id for trajectory in trajectories]
@@ -89,6 +113,7 @@ def judge(rollouts: Sequence[Trajectory | RolloutFailure], settings: GRPOSetting
         [float("nan") if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
     )
     failed = torch.tensor([_environment_failed(t) for t in trajectories], dtype=torch.bool)
+    _warn_of_missing_rewards(trajectories, step)
     valid = ~torch.isnan(rewards) & (lengths > 0) & ~failed
     shaped = settings.shaping(rewards, lengths, ~keeps_end)
     if settings.shuffle_rewards:
@@ -138,6 +163,21 @@ def check_rollouts(
 
 def _environment_failed(trajectory: Trajectory) -> bool:
     return trajectory.stop_reason is StopReason.ENVIRONMENT_FAILURE
+
+
+def _warn_of_missing_rewards(trajectories: Sequence[Trajectory], step: int) -> None:
+    missing = [t for t in trajectories if t.reward is None and not _environment_failed(t)]
+    if missing:
+        logger.warning(
+            "step %d: %d of %d rollouts have no reward and are excluded from training; the first is %s "
+            "(group %s, agent %s)",
+            step,
+            len(missing),
+            len(trajectories),
+            missing[0].rollout_id,
+            missing[0].group_id,
+            missing[0].agent or "unnamed",
+        )
 
 
 def _shuffled(

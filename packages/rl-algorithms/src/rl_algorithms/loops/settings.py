@@ -36,6 +36,8 @@ class GRPOSettings:
         success_reward: unshaped reward from which a sample counts as right in ``accuracy``.
         max_infra_failures: infrastructure failures tolerated in one step, after the retries of
             the rollout source; one more ends the run.
+        max_data_failures_share: share of a step's rollouts, in [0, 1], that may fail as data (an
+            environment that failed in mid-rollout included); a larger one ends the run.
         max_skipped_steps: steps in a row without any usable sample tolerated; one more ends it.
         seed: of row order, mini-batches and shuffling.
 
@@ -62,6 +64,7 @@ class GRPOSettings:
     filter_zero_spread: bool = False
     success_reward: float = 1.0
     max_infra_failures: int = 5
+    max_data_failures_share: float = 0.5
     max_skipped_steps: int = 2
     seed: int = 0
 
@@ -72,6 +75,10 @@ class GRPOSettings:
         for name in ("evaluate_every", "checkpoint_every", "max_infra_failures", "max_skipped_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not 0 <= self.max_data_failures_share <= 1:
+            raise ValueError(
+                f"max_data_failures_share must lie in [0, 1], got {self.max_data_failures_share}"
+            )
         if self.advantage not in ADVANTAGES:
             raise ValueError(
                 f"advantage {self.advantage!r} is unknown; choose one of {', '.join(ADVANTAGES)}"

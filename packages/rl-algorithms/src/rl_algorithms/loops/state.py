@@ -46,7 +46,7 @@ class LoopResult:
     Attributes:
         steps_done: steps completed.
         stopped: whether a stop was requested before the last step.
-        held_out: every evaluation, oldest first.
+        held_out: every evaluation, oldest first; of a run that was not stopped, one of ``steps_done``.
         tokens: tokens that the policy sampled for training.
         seconds_generation, seconds_training, seconds_evaluation: wall-clock time of the parts.
         skipped_steps: steps that trained nothing because no sample was usable.

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_gym_bridge.trajectory import FailureKind
-
 from ..batching import build_train_batch
 from ..checkpoint_files import read_json, write_json
 from ..checkpointing import Checkpoint, CheckpointStore
 from ..protocols import MetricsLogger, PolicyGradientLoss, PolicyTrainer, RolloutSource
+from .limits import check_failures, check_loss, check_skipped
 from .rows import rows_for_step
 from .samples import StepSamples, check_rollouts, judge
 from .settings import GRPOSettings
@@ -29,6 +28,7 @@ def run_grpo(
     *,
     settings: GRPOSettings,
     rows: Sequence[Any],
+    rows_digest: str = "",
     source: RolloutSource,
     policy: PolicyTrainer,
     loss_fn: PolicyGradientLoss,
@@ -50,10 +50,14 @@ def run_grpo(
     as if it had never begun. A checkpoint is written before the first step (so that a resume repeats
     no warm start), every ``checkpoint_every`` steps, after the last one, and on a stop of the last
     completed one. Metrics are logged once per step, under the step's own number; evaluations appear
-    there as ``held_out/NAME``.
+    there as ``held_out/NAME``. A run that ends, rather than stops, always has a held-out measurement
+    of its last step: one that resumes at its last step without it is measured then, and the
+    measurement logged as an entry of its own.
 
     Args:
         rows: what the rollout source understands; order and content must be the same on a resume.
+        rows_digest: of the rows, whatever the caller computes (SHA-256 of their file, say). Stored
+            in each checkpoint; a resume with another one is refused. Empty: not compared.
         loss_fn: its needs (previous and reference log-probabilities) decide what is scored.
         evaluate: numbers about held-out rows after the given number of steps.
         checkpoints: where to write; each holds the policy and this loop's state.
@@ -66,17 +70,20 @@ def run_grpo(
             checkpoint stays loadable.
         CheckpointError: a checkpoint that cannot be written or read.
     """
-    _check_loss(settings, loss_fn)
-    identity = {"rows": len(rows), "prompts_per_step": settings.prompts_per_step, "seed": settings.seed}
+    check_loss(settings, loss_fn)
+    identity: dict[str, int | str] = {
+        "rows": len(rows),
+        "rows_digest": rows_digest,
+        "prompts_per_step": settings.prompts_per_step,
+        "seed": settings.seed,
+    }
     _check_store(checkpoints, resume_from)
     state = _resumed(policy, resume_from, identity) if resume_from else LoopState()
     written = state.step if resume_from else None
     stopped = False
 
     if evaluate is not None and not state.held_out and not should_stop():
-        held_out = _evaluate(evaluate, state)
-        if metrics_logger is not None:
-            metrics_logger.log(state.step, held_out)
+        _measure_between_steps(evaluate, state, metrics_logger)
     if checkpoints is not None and written is None:
         _write_checkpoint(checkpoints, policy, state, identity)
         written = state.step
@@ -98,7 +105,7 @@ def run_grpo(
 
         check_rollouts(rollouts, row_count=len(chosen), group_size=settings.group_size, step=step)
         samples = judge(rollouts, settings, step)
-        _check_failures(samples, settings, step)
+        check_failures(samples, settings, step)
         began = time.perf_counter()
         update = _train(samples, settings, policy, loss_fn, pad_token_id=pad_token_id, step=step)
         seconds_training = time.perf_counter() - began
@@ -119,11 +126,13 @@ def run_grpo(
             metrics_logger.log(step, metrics)
         if on_step is not None:
             on_step(_report(step, metrics, samples))
-        _check_skipped(state, samples, settings)
+        check_skipped(state, samples, settings)
         if checkpoints is not None and _due(step, settings.checkpoint_every, settings.steps):
             _write_checkpoint(checkpoints, policy, state, identity)
             written = step
 
+    if evaluate is not None and not stopped and all(entry.step != state.step for entry in state.held_out):
+        _measure_between_steps(evaluate, state, metrics_logger)
     if stopped and checkpoints is not None and written != state.step:
         _write_checkpoint(checkpoints, policy, state, identity)
     return state.result(stopped=stopped)
@@ -160,6 +169,14 @@ def _evaluate(evaluate: Callable[[int], Mapping[str, float]], state: LoopState) 
     return {f"held_out/{name}": value for name, value in found.items()}
 
 
+def _measure_between_steps(
+    evaluate: Callable[[int], Mapping[str, float]], state: LoopState, metrics_logger: MetricsLogger | None
+) -> None:
+    held_out = _evaluate(evaluate, state)
+    if metrics_logger is not None:
+        metrics_logger.log(state.step, held_out)
+
+
 def _advance(
     state: LoopState, samples: StepSamples, step: int, seconds_generation: float, seconds_training: float
 ) -> None:
@@ -192,33 +209,6 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _check_loss(settings: GRPOSettings, loss_fn: PolicyGradientLoss) -> None:
-    if settings.updates_per_step > 1 and not loss_fn.uses_prev_logprobs:
-        raise LoopError(
-            f"updates_per_step {settings.updates_per_step} with a loss that takes every update for "
-            "on-policy: the second would not be corrected; turn force_on_policy_ratio off or use one update"
-        )
-
-
-def _check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> None:
-    infra = [failure for failure in samples.failures if failure.kind is FailureKind.INFRA]
-    if len(infra) > settings.max_infra_failures:
-        raise LoopError(
-            f"step {step}: {len(infra)} rollouts failed for want of infrastructure, max_infra_failures is "
-            f"{settings.max_infra_failures}; the first, {infra[0].rollout_id} "
-            f"(agent {infra[0].agent or 'unnamed'}): {infra[0].error}"
-        )
-
-
-def _check_skipped(state: LoopState, samples: StepSamples, settings: GRPOSettings) -> None:
-    if state.skipped_in_a_row > settings.max_skipped_steps:
-        cause = samples.failures[0].error if samples.failures else "no failure was reported"
-        raise LoopError(
-            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no usable sample, "
-            f"max_skipped_steps is {settings.max_skipped_steps}; first cause in this step: {cause}"
-        )
-
-
 def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | None) -> None:
     newest = checkpoints.latest() if checkpoints is not None else None
     if newest is not None and (resume_from is None or newest.step > resume_from.step):
@@ -229,7 +219,7 @@ def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | 
 
 
 def _write_checkpoint(
-    checkpoints: CheckpointStore, policy: PolicyTrainer, state: LoopState, identity: Mapping[str, int]
+    checkpoints: CheckpointStore, policy: PolicyTrainer, state: LoopState, identity: Mapping[str, int | str]
 ) -> None:
     with checkpoints.write(state.step) as folder:
         (folder / POLICY_FOLDER).mkdir()
@@ -237,9 +227,9 @@ def _write_checkpoint(
         write_json(folder / STATE_FILE, {"run": dict(identity), "state": state.to_json()})
 
 
-def _resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Mapping[str, int]) -> LoopState:
+def _resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Mapping[str, int | str]) -> LoopState:
     content = read_json(checkpoint.path / STATE_FILE)
-    if content.get("run") != identity:
+    if not _same_run(content.get("run"), identity):
         raise LoopError(
             f"{checkpoint.path} belongs to a run with {content.get('run')}, this one has {dict(identity)}: "
             "the rows of the remaining steps would differ; resume with the same settings and rows"
@@ -247,3 +237,13 @@ def _resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Mapping[st
     state = LoopState.from_json(content.get("state", {}))
     policy.load(checkpoint.path / POLICY_FOLDER)
     return state
+
+
+def _same_run(stored: object, identity: Mapping[str, int | str]) -> bool:
+    """An absent or empty digest, on either side, says nothing about the rows."""
+    if not isinstance(stored, dict):
+        return False
+    comparable = dict(stored)
+    if not comparable.get("rows_digest") or not identity["rows_digest"]:
+        comparable["rows_digest"] = identity["rows_digest"]
+    return comparable == identity

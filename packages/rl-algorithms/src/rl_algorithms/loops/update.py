@@ -43,12 +43,17 @@ def update_policy(
 
     Raises:
         LoopError: loss or gradient norm is not finite.
+        Exception: whatever the policy raises, with a note that names step and update.
     """
     minibatches = _minibatches(batch, loss_fn, updates=updates, step=step, seed=seed)
     scored = [_score(part, policy, loss_fn) for part in minibatches]
     reports: list[dict[str, float]] = []
     for part in scored:
-        report = policy.train(part, loss_fn, learning_rate=learning_rate)
+        try:
+            report = policy.train(part, loss_fn, learning_rate=learning_rate)
+        except Exception as error:
+            error.add_note(f"step {step}, update {len(reports) + 1}: the policy failed to train")
+            raise
         for name in ("loss", "grad_norm"):
             if not math.isfinite(report[name]):
                 raise LoopError(

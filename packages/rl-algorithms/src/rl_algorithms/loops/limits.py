@@ -1,0 +1,59 @@
+"""What ends a run: settings that do not fit together, too many failures, too many empty steps."""
+
+from __future__ import annotations
+
+from rl_gym_bridge.trajectory import FailureKind
+
+from ..protocols import PolicyGradientLoss
+from .samples import StepSamples
+from .settings import GRPOSettings
+from .state import LoopError, LoopState
+
+
+def check_loss(settings: GRPOSettings, loss_fn: PolicyGradientLoss) -> None:
+    """That the loss can correct as many updates per step as the settings ask for.
+
+    Raises:
+        LoopError: it cannot.
+    """
+    if settings.updates_per_step > 1 and not loss_fn.uses_prev_logprobs:
+        raise LoopError(
+            f"updates_per_step {settings.updates_per_step} with a loss that takes every update for "
+            "on-policy: the second would not be corrected; turn force_on_policy_ratio off or use one update"
+        )
+
+
+def check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> None:
+    """That no more rollouts of the step failed than the settings tolerate.
+
+    Raises:
+        LoopError: beyond the limit; with the first cause.
+    """
+    infra = [failure for failure in samples.failures if failure.kind is FailureKind.INFRA]
+    if len(infra) > settings.max_infra_failures:
+        raise LoopError(
+            f"step {step}: {len(infra)} rollouts failed for want of infrastructure, max_infra_failures is "
+            f"{settings.max_infra_failures}; the first, {infra[0].rollout_id} "
+            f"(agent {infra[0].agent or 'unnamed'}): {infra[0].error}"
+        )
+    data, count = samples.failures_by_kind()[FailureKind.DATA.value], samples.rollouts
+    if data > settings.max_data_failures_share * count:
+        raise LoopError(
+            f"step {step}: {data} of {count} rollouts failed for their data or environment, "
+            f"max_data_failures_share is {settings.max_data_failures_share}; the first, "
+            f"{samples.first_data_failure()}"
+        )
+
+
+def check_skipped(state: LoopState, samples: StepSamples, settings: GRPOSettings) -> None:
+    """That not too many steps in a row had nothing to train on.
+
+    Raises:
+        LoopError: beyond the limit; with the first cause.
+    """
+    if state.skipped_in_a_row > settings.max_skipped_steps:
+        cause = samples.failures[0].error if samples.failures else "no failure was reported"
+        raise LoopError(
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no usable sample, "
+            f"max_skipped_steps is {settings.max_skipped_steps}; first cause in this step: {cause}"
+        )
