@@ -64,7 +64,9 @@ class CheckpointStore:
             once each; logged as a warning too.
 
     Folders that are not named ``step_N`` exactly (``step_10-hf``, ``step_x``) and ones that do not
-    verify are ignored and left alone; only writing step N again moves a damaged ``step_N`` aside.
+    verify are ignored and left alone, with two exceptions: writing step N again moves a damaged
+    ``step_N`` aside, and what is older than all that are kept is told by file sizes alone, so that
+    flipped bytes do not save it from deletion.
     """
 
     def __init__(
