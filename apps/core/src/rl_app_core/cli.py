@@ -91,7 +91,8 @@ def quiet_process() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "; ".join([text, *getattr(error, "__notes__", [])])
 
 
 def _say(console: Console, text: str) -> None:

@@ -19,9 +19,12 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
         ConfigError: no run, no checkpoint, or a target that exists.
     """
     directory, config = RunDirectory.open(run_dir)
-    checkpoint = CheckpointStore(directory.checkpoints).latest()
+    ignored: list[str] = []
+    checkpoint = CheckpointStore(directory.checkpoints, on_ignored=ignored.append).latest()
     if checkpoint is None:
-        raise ConfigError(f"{run_dir} has no complete checkpoint to export")
+        raise ConfigError(
+            f"{run_dir} has no complete checkpoint to export{''.join(f'; {i}' for i in ignored)}"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty directory; name a new one")
     from rl_policy_megatron import MegatronPolicy

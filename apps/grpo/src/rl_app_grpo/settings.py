@@ -62,6 +62,7 @@ def loop_settings(config: RunConfig) -> GRPOSettings:
         shuffle_rewards=algorithm.shuffle_rewards,
         filter_zero_spread=algorithm.filter_zero_spread,
         max_infra_failures=algorithm.max_infra_failures,
+        max_data_failures_share=algorithm.max_data_failures_share,
         max_skipped_steps=algorithm.max_skipped_steps,
         overlong_filtering=algorithm.overlong_filtering,
         seed=config.seed,

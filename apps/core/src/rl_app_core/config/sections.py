@@ -236,6 +236,8 @@ class Algorithm(Section):
     """Truncated answers keep their place in the baseline and are not trained."""
     max_infra_failures: Count = 5
     """Rollouts of one step that the infrastructure may fail before the run ends."""
+    max_data_failures_share: Share = 0.5
+    """Share of a step's rollouts that may fail for the row's or the environment's own fault."""
     max_skipped_steps: Count = 2
     """Steps in a row that may find nothing to train on."""
     shuffle_rewards: bool = False

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from rich.console import Console
+
+from rl_app_core.cli import Running, guarded
+from rl_app_core.config import ConfigError
+from rl_app_core.interrupts import Interrupted, StopRequest
+
+
+def test_the_first_signal_is_remembered_and_the_handlers_come_back():
+    told: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(told.append) as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+    assert told == ["SIGINT"]
+    assert stop.signal_number == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_second_signal_gets_through_whoever_handles_failures():
+    with pytest.raises(Interrupted), StopRequest(lambda name: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise RuntimeError("taken for a failure") from error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("algorithm.steps=0: too few"), 2, "error: algorithm.steps=0: too few\n"),
+        (Interrupted(signal.SIGTERM, "stopped after step 3"), 143, "stopped after step 3; hint\n"),
+        (KeyboardInterrupt(), 130, "interrupted; hint\n"),
+    ],
+)
+def test_every_outcome_has_its_code_and_one_line(error, code, said, capsys):
+    with pytest.raises(SystemExit) as stopped, guarded(Console(stderr=True), Running(resume_hint="; hint")):
+        raise error
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_failure_shows_its_notes_in_one_line_and_keeps_the_story(capsys, tmp_path):
+    from rl_app_core.run_directory import RunDirectory
+
+    with pytest.raises(SystemExit) as stopped, guarded(Console(stderr=True), Running(RunDirectory(tmp_path))):
+        try:
+            raise ZeroDivisionError("row 3")
+        except ZeroDivisionError as cause:
+            error = ValueError("no\nmean")
+            error.add_note("step 7")
+            raise error from cause
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "error: no mean; step 7"
+    story = (tmp_path / "logs" / "error.log").read_text()
+    assert "ZeroDivisionError: row 3" in story
+    assert "ValueError: no" in story
