@@ -73,6 +73,8 @@ def branch(learned, tmp_path) -> Callable[[int, Sequence[str]], Run]:
     def resume(step: int, changes: dict[str, Any]) -> Run:
         directory = tmp_path / "branch"
         shutil.copytree(learned.directory, directory)
+        # A run with a summary is done, and a resume would leave it as it is.
+        (directory / "summary.json").unlink()
         for checkpoint in (directory / "checkpoints").iterdir():
             if checkpoint.name != f"step_{step}":
                 shutil.rmtree(checkpoint)
@@ -81,6 +83,8 @@ def branch(learned, tmp_path) -> Callable[[int, Sequence[str]], Run]:
             section, _, name = key.partition(".")
             config[section][name] = value
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
-        return _run_grpo("resume", directory, directory=directory)
+        run = _run_grpo("resume", directory, directory=directory)
+        assert f"resumed    after step {step}" in run.process.stdout
+        return run
 
     return resume
