@@ -69,9 +69,9 @@ def tool_run(grpo, tmp_path_factory) -> Run:
     words = [
         *SMALL,
         f"data.train.options={digits}allow_parentheses: false, allow_negation: false}}",
-        "warm_start.steps=60",
+        "warm_start.steps=90",
         "warm_start.batch_size=32",
-        "warm_start.phases=[{until_step: 60, share: 1.0}]",
+        "warm_start.phases=[{until_step: 90, share: 1.0}]",
     ]
     return grpo("run", "-c", "cpu-tools", "-o", directory, *words, directory=directory)
 
