@@ -35,7 +35,14 @@ def main(arguments: list[str]) -> None:
     # hatch would write a default configuration into the home folder, and refuses one that does not exist.
     (state / "config.toml").touch()
     hatch = state / "boot" / "bin" / "hatch"
-    os.execve(hatch, [str(hatch), *arguments], environment(state, os.environ))
+    os.execve(hatch, [str(hatch), *literal(arguments)], environment(state, os.environ))
+
+
+def literal(arguments: list[str]) -> list[str]:
+    """The arguments of `hatch run` with braces doubled: hatch formats them, and a setting may hold some."""
+    if arguments[:1] != ["run"]:
+        return arguments
+    return ["run", *(argument.replace("{", "{{").replace("}", "}}") for argument in arguments[1:])]
 
 
 @contextmanager

@@ -136,3 +136,17 @@ def test_hatch_keeps_its_files_in_the_checkout(checkout: Path) -> None:
     }
     assert found["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
     assert "UV_DEFAULT_INDEX" not in bootstrap.environment(state, {"UV_INDEX_URL": "u", "PIP_INDEX_URL": "p"})
+
+
+def test_braces_of_a_setting_pass_through_the_front_door(root: Path) -> None:
+    """hatch formats what it is given to run; a YAML mapping or a prompt template must arrive as written."""
+    setting = 'data.train.options={min_terms: 2, operators: ["+"]}'
+    shown = subprocess.run(
+        ["./hatch", "run", "python", "-c", "import sys; print(sys.argv[1:])", setting, "a {question} b {}"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert shown.stdout.strip().splitlines()[-1] == repr([setting, "a {question} b {}"])

@@ -105,7 +105,9 @@ def test_a_killed_worker_is_noticed_and_named(start):
 
 def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error(tmp_path):
     settings = WorkerSettings(str(tmp_path / "nowhere"), PolicySettings(), OptimizerSettings(), threads=1)
-    with pytest.raises(WorkerError, match=r"config\.json does not exist"):
+    with pytest.raises(
+        WorkerError, match=r"start failed: ModelDirectoryError: .*config\.json does not exist"
+    ):
         RemoteWorker(settings, CLUSTER)
 
 

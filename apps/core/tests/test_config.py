@@ -75,6 +75,9 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
         (["data.train.path=x.jsonl"], ["exactly one of data.train.dataset_name"]),
         (["warm_start.steps=5"], ["last phase must reach step 5"]),
+        (["seed=yes"], ["seed: true is a flag"]),
+        (["algorithm.group_size=true"], ["algorithm.group_size: true is a flag"]),
+        (["seed=99999999999999999999999"], ["seed=", "less than"]),
         (["steps"], ["'steps' is not an override", "key=value"]),
         (["seed.deeper=1", "seed.deeper.still=1"], ["seed.deeper is a value, not a section"]),
     ],
@@ -93,6 +96,9 @@ def test_a_missing_or_broken_recipe_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="is not YAML") as caught:
         load_config(broken)
     assert "\n" not in str(caught.value)
+    broken.write_text("seed: 1\nalgorithm: {steps: 3}\nalgorithm: {group_size: 5}\n")
+    with pytest.raises(ConfigError, match="'algorithm' is given twice"):
+        load_config(broken)
     broken.write_text("- a\n- b\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
         load_config(broken)

@@ -23,13 +23,18 @@ def test_the_first_signal_is_remembered_and_the_handlers_come_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_second_signal_gets_through_whoever_handles_failures():
-    with pytest.raises(Interrupted), StopRequest(lambda name: None):
+def ask_twice_while_failures_are_handled():
+    with StopRequest(lambda name: None):
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except Exception as error:
             raise RuntimeError("taken for a failure") from error
+
+
+def test_the_second_signal_gets_through_whoever_handles_failures():
+    with pytest.raises(Interrupted):
+        ask_twice_while_failures_are_handled()
 
 
 @pytest.mark.parametrize(
@@ -50,16 +55,14 @@ def test_every_outcome_has_its_code_and_one_line(error, code, said, capsys):
 def test_a_failure_shows_its_notes_in_one_line_and_keeps_the_story(capsys, tmp_path):
     from rl_app_core.run_directory import RunDirectory
 
-    with pytest.raises(SystemExit) as stopped, guarded(Console(stderr=True), Running(RunDirectory(tmp_path))):
-        try:
-            raise ZeroDivisionError("row 3")
-        except ZeroDivisionError as cause:
-            error = ValueError("no\nmean")
-            error.add_note("step 7")
-            raise error from cause
+    error = ValueError("no\nmean")
+    error.add_note("step 7")
+    running = Running(RunDirectory(tmp_path), "; hint")
+    with pytest.raises(SystemExit) as stopped, guarded(Console(stderr=True), running):
+        raise error from ZeroDivisionError("row 3")
     assert stopped.value.code == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "error: no mean; step 7"
+    assert said[0] == "error: no mean; step 7; hint"
     story = (tmp_path / "logs" / "error.log").read_text()
     assert "ZeroDivisionError: row 3" in story
     assert "ValueError: no" in story

@@ -74,6 +74,8 @@ def grpo(tmp_path, monkeypatch):
             ["run", "rewards.overlong_buffer=4", "rewards.stop_properly_coefficient=0.5"],
             "stop_properly_coefficient",
         ),
+        (["run", "generation.max_new_tokens=1024"], "leaves no room for a prompt"),
+        (["run", "model.tiny.context=10"], "generation.max_new_tokens=32 leaves no room"),
         (["run", "algorithm.updates_per_step=33"], "exceeds algorithm.prompts_per_step=32"),
         (["run", "algorithm.prompts_per_step=99999"], "distinct training problems"),
         (

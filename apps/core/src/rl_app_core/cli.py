@@ -19,6 +19,9 @@ from .config import ConfigError
 from .interrupts import Interrupted
 from .run_directory import RunDirectory
 
+# A line that a person still reads; the whole text is in the log.
+_LONGEST = 400
+
 
 class ExitCode(IntEnum):
     """Why a command ended. 0 means that the target steps are done, nothing less; 128 + n a signal n."""
@@ -67,7 +70,7 @@ def guarded(errors: Console, running: Running | None = None) -> Generator[None]:
     except SystemExit:
         raise
     except Exception as error:
-        _say(errors, f"error: {_one_line(error)}")
+        _say(errors, f"error: {_one_line(error)}{running.resume_hint}")
         trace = traceback.format_exc()
         if running.directory is None:
             _say(errors, trace)
@@ -92,6 +95,7 @@ def quiet_process() -> None:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
     return "; ".join([text, *getattr(error, "__notes__", [])])
 
 

@@ -74,7 +74,7 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
     import ray
 
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
     except Exception as error:
         raise ClusterError(f"no Ray cluster {where}: {error}") from error
     try:

@@ -66,8 +66,7 @@ def compose(
     conversation = load_conversation(model_dir, config.model.chat_template)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster, directory.logs))
-        worker = RemoteWorker(worker_settings(config, model_dir), config.cluster)
-        stack.callback(worker.shutdown)
+        worker = stack.enter_context(RemoteWorker(worker_settings(config, model_dir), config.cluster))
         model = EngineChatModel(
             worker, conversation, config.generation, int(worker.description["max_context"])
         )

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
-class Interrupted(Exception):
-    """The run stopped because it was asked to, at a point that it can be resumed from.
+class Interrupted(BaseException):
+    """The run stopped because it was asked to; it can be resumed.
+
+    Like KeyboardInterrupt it is no Exception: nobody who handles a failure may take it for one.
 
     Attributes:
         signal_number: which signal asked.

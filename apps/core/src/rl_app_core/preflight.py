@@ -47,6 +47,7 @@ def prepare(config: RunConfig) -> Prepared:
     if config.model.path is not None:
         _check_model(config.model.path)
         load_conversation(config.model.path, config.model.chat_template)
+    _check_context(config)
     _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
     environments = _environments(problems)
@@ -82,6 +83,20 @@ def _environment(key: str, name: str) -> LocalEnvironment:
         return get_environment(name)
     except EnvironmentDefinitionError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_context(config: RunConfig) -> None:
+    model, wanted = config.model, config.generation.max_new_tokens
+    if model.path is not None:
+        context = read_model_shape(model.path).max_positions
+    else:
+        assert model.tiny is not None
+        context = model.tiny.context
+    if wanted >= context:
+        raise ConfigError(
+            f"generation.max_new_tokens={wanted} leaves no room for a prompt in the model's context of "
+            f"{context} tokens; lower it"
+        )
 
 
 def _check_model(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class RemoteWorker:
         )
         self._actor: Any = actor.remote(settings)
         try:
-            self.description: dict[str, Any] = self._call("describe", timeout_s=cluster.start_timeout_s)
+            self.description: dict[str, Any] = self._call("start", timeout_s=cluster.start_timeout_s)
         except BaseException:
             self._end()
             raise
@@ -90,6 +91,18 @@ class RemoteWorker:
         """Largest resident size of the worker so far, in MiB."""
         return self._call("peak_memory_mb")
 
+    def __enter__(self) -> RemoteWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an exception the worker is ended at once: it may be busy, and nobody waits for it."""
+        if kind is None:
+            self.shutdown()
+        else:
+            self._end()
+
     def shutdown(self) -> None:
         """Ask the worker to release everything, wait a bounded time, then end it; idempotent."""
         if self._actor is None:
@@ -107,6 +120,8 @@ class RemoteWorker:
         import ray
 
         actor, self._actor = self._actor, None
+        if actor is None:
+            return
         # Ray may be gone already, and the actor with it.
         with contextlib.suppress(Exception):
             ray.kill(actor)
@@ -129,8 +144,13 @@ class RemoteWorker:
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise WorkerError(f"worker: {method} failed: {type(cause).__name__}: {cause}") from cause
         except RayActorError as error:
-            reason = " ".join(str(error).split())
-            raise WorkerError(f"worker: it died during {method}: {reason}") from error
+            raise WorkerError(
+                f"worker: it died during {method}: {_first_line(error)} (killed, or out of memory?)"
+            ) from error
         except RayError as error:
-            reason = " ".join(str(error).split())
-            raise WorkerError(f"worker: {method} was lost: {type(error).__name__}: {reason}") from error
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise WorkerError(f"worker: {method} was lost: {reason}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

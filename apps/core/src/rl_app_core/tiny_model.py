@@ -110,6 +110,9 @@ def write_tiny_model(directory: Path, settings: TinyModel, texts: Sequence[str],
         for name, shape in _qwen3_shapes(settings, vocab_size)
     }
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    for file in partial.iterdir():
+        # The writers differ in this; a container's user must be able to read them all.
+        file.chmod(0o644)
     os.rename(partial, directory)
 
 

@@ -43,18 +43,24 @@ class ColocatedWorker:
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+
+    def start(self) -> dict[str, Any]:
+        """Load the model; facts about it for the log: parameters, context, process id.
+
+        Apart from the constructor, because Ray passes on what a method raises, and of a constructor only
+        a text.
+        """
         # Here and not at the top: the driver imports this module only to name the class.
         from rl_generation.megatron import MegatronGeneration
         from rl_policy_megatron import MegatronPolicy
 
+        settings = self._settings
         torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
         self._policy = MegatronPolicy(settings.model_dir, settings.policy, settings.optimizer)
         self._engine = MegatronGeneration(
             self._policy.model, vocab_size=self._policy.vocab_size, max_context=self._policy.max_context
         )
-
-    def describe(self) -> dict[str, Any]:
-        """Facts for the log: parameters, context, process id."""
         return {
             "parameters": self._policy.parameter_count,
             "max_context": self._policy.max_context,

@@ -22,9 +22,7 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
     ignored: list[str] = []
     checkpoint = CheckpointStore(directory.checkpoints, on_ignored=ignored.append).latest()
     if checkpoint is None:
-        raise ConfigError(
-            f"{run_dir} has no complete checkpoint to export{''.join(f'; {i}' for i in ignored)}"
-        )
+        raise ConfigError("; ".join([f"{run_dir} has no complete checkpoint to export", *ignored]))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty directory; name a new one")
     from rl_policy_megatron import MegatronPolicy

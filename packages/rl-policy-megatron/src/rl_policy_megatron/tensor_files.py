@@ -88,6 +88,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """One safetensors file, on disk when this returns."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(on_host, path, metadata={"format": "pt"})
+    # The writer keeps the file to its owner; whoever may read config.json beside it may read it, too.
+    path.chmod(0o644)
     sync_path(path)
 
 

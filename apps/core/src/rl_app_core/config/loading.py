@@ -68,7 +68,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from error
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"recipe {path} is not YAML: {where}") from error
@@ -77,6 +77,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {path} must hold a mapping of sections, not a {type(values).__name__}")
     return values
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that gives one key twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
 
 def _apply_override(values: dict[str, Any], word: str) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -22,6 +31,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``yes`` and ``true`` are 1 to Python; nobody who writes them means that."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError(f"{value} is a flag, and this is not one")
+        return value
 
 
 class TinyModel(Section):
@@ -185,7 +203,7 @@ class Algorithm(Section):
     group_size: PositiveInt = 8
     """Rollouts of each prompt; the group that advantages are computed in."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates, each on an equal part of the step's rollouts."""
+    """Optimizer updates, each on its part of the step's rollouts; the parts are as equal as can be."""
     learning_rate: NonNegative = 2e-4
     """After the warm-up; 0 changes nothing, as a control."""
     warmup_steps: Count = 5
@@ -331,7 +349,7 @@ class Cluster(Section):
 class RunConfig(Section):
     """One run of GRPO."""
 
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of everything that is drawn: initial weights, demonstrations, row order, sampled tokens."""
     model: Model
     data: Data
