@@ -58,7 +58,7 @@ def run_job(
     def elapsed() -> float:
         return earlier + time.perf_counter() - began
 
-    reporter.line("starting   Ray and the worker")
+    reporter.line("starting   the worker")
     with compose(prepared, directory, elapsed, resume_step=resume_step) as runtime:
         worker = runtime.worker
         reporter.line(
