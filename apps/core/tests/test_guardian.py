@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rl_app_core.guardian import MARK, guarded_children, marked_processes
+from rl_app_core.guardian import MARK, belonging_processes, guarded_children
 
 SLEEPER = "import time; time.sleep(300)"
 # A grandchild in a session of its own, whose parent has gone: nothing but the mark leads to it.
@@ -50,7 +50,7 @@ def test_the_end_of_the_block_ends_detached_grandchildren_and_the_scratch_folder
     try:
         with guarded_children(scratch, wait_s=20):
             sleeper = detached_sleeper()
-            assert marked_processes(os.environ[MARK]) == [sleeper]
+            assert belonging_processes(os.environ[MARK], str(scratch)) == [sleeper]
             assert alive(sleeper)
         assert gone_within(sleeper, 5)
         assert not scratch.exists()
@@ -83,3 +83,24 @@ def test_i8_a_driver_that_is_killed_takes_them_along(number, tmp_path):
     while (tmp_path / "scratch").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not (tmp_path / "scratch").exists()
+
+
+def test_a_process_that_lost_its_mark_is_known_by_the_files_it_holds(tmp_path):
+    """As Ray's agents: a process that sets its title overwrites what its environment was."""
+    scratch, elsewhere = tmp_path / "scratch", tmp_path / "scratch-of-somebody-else"
+    scratch.mkdir()
+    elsewhere.mkdir()
+    processes = []
+    for folder in (scratch, elsewhere):
+        with (folder / "agent.out").open("w") as output:
+            processes.append(subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=output, env={}))
+    agent, bystander = processes
+    try:
+        with guarded_children(scratch, wait_s=20):
+            assert belonging_processes(os.environ[MARK], str(scratch)) == [agent.pid]
+        assert agent.wait(5) == -signal.SIGKILL
+        assert bystander.poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_app_core.config.sections import TinyModel
 from rl_app_core.demonstrations import tokenizer_texts
-from rl_app_core.tiny_model import MARKUP, write_tiny_model
+from rl_app_core.tiny_model import MARKUP, make_tokenizer, write_tiny_model
 
 
 def test_the_directory_is_one_that_transformers_loads_whole(tmp_path):
@@ -49,3 +49,8 @@ def test_digits_and_markup_are_single_tokens(tokenizer):
     for mark in MARKUP:
         assert len(tokenizer.encode(mark)) == 1
     assert not set(MARKUP) & set(tokenizer.all_special_tokens)
+
+
+def test_digits_stay_apart_however_often_a_number_was_seen():
+    tokenizer = make_tokenizer(["37 is 37 and 37"] * 50, 512)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("37 is")) == ["3", "7", "Ġis"]

@@ -2,8 +2,8 @@
 
 Ray's daemons share the driver's fate, but their own helpers notice a death by polling, and some wait a
 minute for a server that is gone. The guardian waits on a pipe that only the driver holds. When the pipe
-closes, however the driver ended, it kills every process that carries the run's mark in its environment and
-deletes the run's scratch folder.
+closes, however the driver ended, it kills every process that carries the run's mark in its environment or
+holds a file of the run's scratch folder, and deletes that folder.
 
 Run by path as a script it needs the standard library only.
 """
@@ -30,8 +30,9 @@ _PAUSE_S = 0.1
 def guarded_children(scratch: Path, *, wait_s: float) -> Generator[None]:
     """Every process started inside the block ends with it, or with this process if that is killed.
 
-    Children are recognised by an environment variable that they inherit, so whatever they detach from
-    (session, process group, parent) they are found. Linux only: elsewhere it does nothing.
+    Children are recognised by an environment variable that they inherit and by files of the scratch
+    folder, so whatever they detach from (session, process group, parent) they are found. Linux only:
+    elsewhere it does nothing.
 
     Args:
         scratch: a folder of theirs that is deleted afterwards, too.
@@ -63,18 +64,31 @@ def guarded_children(scratch: Path, *, wait_s: float) -> Generator[None]:
             watcher.wait(wait_s)
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Process ids that carry the mark and are not zombies."""
+def belonging_processes(mark: str, scratch: str) -> list[int]:
+    """Process ids that carry the mark or hold a file open below ``scratch``, zombies left out.
+
+    Both are needed: a process that gives itself a title (as Ray's do) overwrites its environment, and one
+    of ours that is no daemon of Ray has no file there.
+    """
     wanted = f"{MARK}={mark}".encode()
+    below = scratch.rstrip("/") + "/"
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
+        # It may end while it is looked at. Of a zombie both are empty.
         with contextlib.suppress(OSError):
-            # A zombie's environment reads as empty.
-            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+            marked = wanted in Path(entry.path, "environ").read_bytes().split(b"\0")
+            if marked or any(_target(link).startswith(below) for link in os.scandir(f"{entry.path}/fd")):
                 found.append(int(entry.name))
     return found
+
+
+def _target(link: os.DirEntry[str]) -> str:
+    try:
+        return os.readlink(link.path)
+    except OSError:
+        return ""
 
 
 def _watch(mark: str, scratch: str) -> None:
@@ -83,7 +97,7 @@ def _watch(mark: str, scratch: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     deadline = time.monotonic() + _SWEEP_S
-    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+    while (left := belonging_processes(mark, scratch)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
