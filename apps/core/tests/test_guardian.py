@@ -96,7 +96,8 @@ def test_a_process_that_lost_its_mark_is_known_by_the_files_it_holds(tmp_path):
             processes.append(subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=output, env={}))
     agent, bystander = processes
     try:
-        with guarded_children(scratch, wait_s=20):
+        # The driver, this process, holds one as well, and must live through the end of the block.
+        with (scratch / "driver.log").open("w"), guarded_children(scratch, wait_s=20):
             assert belonging_processes(os.environ[MARK], str(scratch)) == [agent.pid]
         assert agent.wait(5) == -signal.SIGKILL
         assert bystander.poll() is None

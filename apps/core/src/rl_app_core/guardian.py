@@ -65,16 +65,20 @@ def guarded_children(scratch: Path, *, wait_s: float) -> Generator[None]:
 
 
 def belonging_processes(mark: str, scratch: str) -> list[int]:
-    """Process ids that carry the mark or hold a file open below ``scratch``, zombies left out.
+    """Process ids that carry the mark or hold a file open below ``scratch``.
+
+    Zombies, the calling process and its parent are left out.
 
     Both are needed: a process that gives itself a title (as Ray's do) overwrites its environment, and one
     of ours that is no daemon of Ray has no file there.
     """
     wanted = f"{MARK}={mark}".encode()
     below = scratch.rstrip("/") + "/"
+    # The driver, which may live on, is the guardian's parent and has files there itself.
+    spared = {os.getpid(), os.getppid()}
     found = []
     for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        if not entry.name.isdigit() or int(entry.name) in spared:
             continue
         # It may end while it is looked at. Of a zombie both are empty.
         with contextlib.suppress(OSError):
