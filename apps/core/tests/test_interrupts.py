@@ -23,18 +23,36 @@ def test_the_first_signal_is_remembered_and_the_handlers_come_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def ask_twice_while_failures_are_handled():
+def ask_twice(becomes: type[Exception] | None):
     with StopRequest(lambda name: None):
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-        except Exception as error:
-            raise RuntimeError("taken for a failure") from error
+        except KeyboardInterrupt:
+            if becomes is None:
+                raise
+            raise becomes("taken for something else") from None
 
 
-def test_the_second_signal_gets_through_whoever_handles_failures():
-    with pytest.raises(Interrupted):
-        ask_twice_while_failures_are_handled()
+@pytest.mark.parametrize("becomes", [None, RuntimeError, SystemError])
+def test_the_second_signal_ends_the_block_whatever_it_becomes_on_the_way(becomes):
+    with pytest.raises(Interrupted, match="stopped at once") as stopped:
+        ask_twice(becomes)
+    assert stopped.value.signal_number == signal.SIGTERM
+
+
+def test_a_failure_after_one_signal_is_a_failure():
+    def fail():
+        with StopRequest(lambda name: None):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("a failure")
+
+    with pytest.raises(ValueError, match="a failure"):
+        fail()
+
+
+def test_a_request_to_stop_is_not_a_failure_to_be_handled():
+    assert not issubclass(Interrupted, Exception)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ class Interrupted(BaseException):
 class StopRequest:
     """Catches SIGINT and SIGTERM inside its block and remembers that the run should stop.
 
-    The second signal raises :class:`Interrupted` there and then.
+    The second signal ends the block there and then, with :class:`Interrupted` whatever becomes of the
+    KeyboardInterrupt on its way: code that calls back from C may turn it into something else.
 
     Args:
         on_request: told the signal's name once, at the first signal.
@@ -33,6 +34,7 @@ class StopRequest:
     def __init__(self, on_request: Callable[[str], None]) -> None:
         self._on_request = on_request
         self._previous: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
+        self._insisted = False
         self.signal_number: int | None = None
 
     @property
@@ -50,9 +52,12 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._insisted and error is not None and self.signal_number is not None:
+            raise Interrupted(self.signal_number, "stopped at once") from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise Interrupted(number, "stopped at once")
+            self._insisted = True
+            raise KeyboardInterrupt
         self.signal_number = number
         self._on_request(signal.Signals(number).name)
