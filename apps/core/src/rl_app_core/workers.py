@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from rl_algorithms.protocols import Batch, LossFunction
 from rl_generation.protocol import Completion, GenerationRequest
 from rl_policy_megatron import OptimizerSettings, PolicySettings
+
+from .memory import peak_memory_mb
 
 _STATE_FILE = "worker.json"
 
@@ -114,7 +115,7 @@ class ColocatedWorker:
 
     def peak_memory_mb(self) -> float:
         """Largest resident size of this process so far, in MiB."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return peak_memory_mb()
 
     def shutdown(self) -> None:
         """Release engine and policy; idempotent."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,6 +14,7 @@ from rl_app_core.compose import Runtime, algorithm_optimizer, compose
 from rl_app_core.config import RunConfig
 from rl_app_core.demonstrations import demonstrate
 from rl_app_core.interrupts import Interrupted, StopRequest
+from rl_app_core.memory import peak_memory_mb
 from rl_app_core.preflight import Prepared
 from rl_app_core.reporting import RunReporter
 from rl_app_core.rollouts import measure
@@ -83,7 +83,7 @@ def run_job(
             tokens=result.tokens,
             seconds_generation=round(result.seconds_generation, 2),
             seconds_training=round(result.seconds_training, 2),
-            peak_memory_mb=round(worker.peak_memory_mb() + _own_peak_memory_mb(), 1),
+            peak_memory_mb=round(worker.peak_memory_mb() + peak_memory_mb(), 1),
             seed=config.seed,
         )
     directory.write_summary(summary)
@@ -213,7 +213,3 @@ def _rollout_record(step: int, trajectory: Trajectory, advantage: float) -> dict
 def _interrupted(stop: StopRequest, what: str) -> Interrupted:
     assert stop.signal_number is not None
     return Interrupted(stop.signal_number, what)
-
-
-def _own_peak_memory_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
