@@ -43,12 +43,28 @@ def driver(tmp_path, request):
             start_new_session=True,
         )
     try:
-        _wait_for(lambda: _steps(directory) >= (0 if more else 3), START_S, process, tmp_path / "output")
+        if more:
+            _wait_until_inside_a_step(process, directory, tmp_path / "output")
+        else:
+            _wait_for(lambda: _steps(directory) >= 3, START_S, process, tmp_path / "output")
         yield process, directory
     finally:
         if process.poll() is None:
             process.kill()
             process.wait(30)
+
+
+def _wait_until_inside_a_step(process: subprocess.Popen[bytes], directory: Path, output: Path) -> None:
+    """Until nothing but the first step's rollouts can keep the worker busy.
+
+    The start is logged before the first checkpoint is published; a request between the two, or right
+    after them, meets a safe point at once.
+    """
+    first = directory / "checkpoints" / "step_0"
+    _wait_for(first.is_dir, START_S, process, output)
+    worker = next(member for member in _family(process) if "ColocatedWorker" in " ".join(member.cmdline()))
+    spent = worker.cpu_times().user
+    _wait_for(lambda: worker.cpu_times().user - spent >= 3, START_S, process, output)
 
 
 def _steps(directory: Path) -> int:
