@@ -23,5 +23,21 @@ class UndeclaredExtraError(ActorEnvironmentError):
     """An actor that asks for an extra which the container does not declare."""
 
 
+class WorkspaceError(ActorEnvironmentError):
+    """The workspace that environments are built from is unknown or incomplete."""
+
+
 class MissingEnvironmentError(ActorEnvironmentError):
     """An environment that has not been built, or not to its end."""
+
+
+class BuildError(ActorEnvironmentError):
+    """An environment could not be built; its directory is not used."""
+
+
+class BuildTimeoutError(BuildError):
+    """Building, or waiting for another process that builds, took too long."""
+
+
+class FingerprintMismatchError(ActorEnvironmentError):
+    """What the environments were built from is not what this workspace declares now."""

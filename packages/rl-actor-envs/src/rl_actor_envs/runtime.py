@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import TypedDict
 
 from .errors import ActorEnvironmentError, MissingEnvironmentError
-from .identity import environment_name, lock_hash, python_tag
+from .fingerprint import check_fingerprint
+from .identity import EnvironmentSpec, environment_of
+from .markers import ENVIRONMENT, is_marked
 from .registry import ActorRegistry, shared_registry
 from .system import SYSTEM_FLAG, system_interpreter_forced
+from .workspace import find_workspace
 
-DIRECTORY_VARIABLE = "RL_ACTOR_ENVS_DIR"
+# What the environment itself sets.
+_OWN_VARIABLES = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
 
 
 class ActorRuntimeEnv(TypedDict):
@@ -24,50 +29,54 @@ class ActorRuntimeEnv(TypedDict):
 def make_actor_runtime_env(
     actor: str | type,
     *,
-    lock: str | os.PathLike[str] | None = None,
+    env_vars: Mapping[str, str] | None = None,
+    build: bool = False,
+    workspace: str | os.PathLike[str] | None = None,
     python: str | None = None,
     registry: ActorRegistry | None = None,
 ) -> ActorRuntimeEnv:
     """The interpreter of an actor and the variables that go with it.
 
     An actor whose row is ``None``, and every actor under ``RL_ACTOR_ENVS_SYSTEM=1``, gets the driver's own
-    ``sys.executable`` and no variables. Any other gets its environment below ``RL_ACTOR_ENVS_DIR`` (by
-    default ``rl-actor-envs`` in the user's cache directory), with ``VIRTUAL_ENV`` and
-    ``UV_PROJECT_ENVIRONMENT`` naming the environment's root directory. It looks at files only: it builds
-    nothing and starts nothing.
+    ``sys.executable`` and the caller's variables alone. Any other gets its environment, with
+    ``VIRTUAL_ENV`` and ``UV_PROJECT_ENVIRONMENT`` naming the environment's root directory.
 
     Args:
         actor: a class, or its fully qualified name.
-        lock: path of the lock file that the environment was built from; by default ``RL_ACTOR_ENVS_LOCK``.
-        python: which Python it was built with, by default one like the driver's.
+        env_vars: further variables of the actor; they pass through unchanged.
+        build: build a missing environment, or wait for another process that does. Otherwise files are
+            looked at only: nothing is built and nothing started.
+        workspace: root of the checkout that environments are built from; by default
+            ``RL_ACTOR_ENVS_WORKSPACE``, or the checkout that this package lies in.
+        python: which Python the environment was built with, such as ``cpython-3.11.7``; by default one
+            like the driver's.
         registry: where to look the actor up, by default the process's own.
 
     Raises:
         UnknownActorError: the actor is in neither the table nor the registry.
-        MissingEnvironmentError: its environment has not been built.
-        ActorEnvironmentError: not a class or name, no lock file, or a flag with an unknown value.
+        MissingEnvironmentError: its environment has not been built; names the command that does.
+        FingerprintMismatchError: the environments were built from something else.
+        BuildError: ``build``, and it failed.
+        WorkspaceError: there is no workspace.
+        ActorEnvironmentError: not a class or name, a variable that the environment sets itself, or a flag
+            with an unknown value.
     """
     name = actor_name(actor)
     extras = (registry or shared_registry()).extras_of(name)
+    variables = _checked(env_vars or {}, name)
     if system_interpreter_forced() or extras is None:
-        return {"py_executable": _driver_interpreter(name), "env_vars": {}}
-    directory = environment_name(
-        actor=name, extras=extras, lock=lock_hash(lock), python=python or python_tag()
-    )
-    root = os.path.join(environments_directory(), directory)
-    interpreter = os.path.join(root, "bin", "python")
-    for part in (os.path.join(root, "pyvenv.cfg"), interpreter):
-        if not os.path.isfile(part):
-            raise MissingEnvironmentError(
-                f"the environment of actor {name} is not built: {part} does not exist; build a virtual "
-                f"environment at {root} from apps/container with {_flags(extras)}, or set {SYSTEM_FLAG}=1 to "
-                f"run every actor on the driver's interpreter",
-                actor=name,
-            )
-    return {
-        "py_executable": interpreter,
-        "env_vars": {"VIRTUAL_ENV": root, "UV_PROJECT_ENVIRONMENT": root},
-    }
+        return {"py_executable": _driver_interpreter(name), "env_vars": variables}
+    place = find_workspace(workspace)
+    check_fingerprint(place)
+    spec = environment_of(name, extras, place, python=python)
+    if not is_marked(spec, ENVIRONMENT):
+        if not build:
+            raise MissingEnvironmentError(_missing(spec), actor=name)
+        from .builder import ensure_environment
+
+        ensure_environment(spec, place)
+    own = dict.fromkeys(_OWN_VARIABLES, spec.root)
+    return {"py_executable": spec.interpreter, "env_vars": {**variables, **own}}
 
 
 def actor_name(actor: str | type) -> str:
@@ -85,13 +94,22 @@ def actor_name(actor: str | type) -> str:
     )
 
 
-def environments_directory() -> str:
-    """Absolute path of the directory that holds the environments; it need not exist."""
-    chosen = os.environ.get(DIRECTORY_VARIABLE)
-    if not chosen:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-        chosen = os.path.join(cache, "rl-actor-envs")
-    return os.path.abspath(os.path.expanduser(chosen))
+def _checked(variables: Mapping[str, str], actor: str) -> dict[str, str]:
+    for name in _OWN_VARIABLES:
+        if name in variables:
+            raise ActorEnvironmentError(
+                f"env_vars of actor {actor} hold {name}, which its environment sets itself; leave it out",
+                actor=actor,
+            )
+    return dict(variables)
+
+
+def _missing(spec: EnvironmentSpec) -> str:
+    return (
+        f"the environment of actor {spec.actor} ({', '.join(spec.extras) or 'no extras'}) is not built: "
+        f"{spec.root} is missing or incomplete; run `rl-actor-envs prefetch --only {spec.actor}` on every "
+        f"machine that runs the actor, or set {SYSTEM_FLAG}=1 to run every actor on the driver's interpreter"
+    )
 
 
 def _driver_interpreter(actor: str) -> str:
@@ -102,7 +120,3 @@ def _driver_interpreter(actor: str) -> str:
             actor=actor,
         )
     return sys.executable
-
-
-def _flags(extras: tuple[str, ...]) -> str:
-    return " ".join(f"--extra {extra}" for extra in extras) or "no extras"

@@ -7,8 +7,8 @@ layer where nothing is installed::
 
 STAGE is ``all`` (the default), ``deps`` or ``trtllm``. It prints one row per environment to build, sorted
 by actor: actor, stage and uv's ``--extra`` flags, separated by tabs. A row is left out if one of its
-extras is among those to skip. An unknown stage, a word that no actor's extras hold, or a faulty table is
-said on standard error with exit status 2 and nothing on standard output.
+extras is among those to skip. An unknown stage, a word that is no extra, or a faulty table is said on
+standard error with exit status 2 and nothing on standard output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-DECLARED_EXTRAS = ("mcore", "vllm", "trtllm", "gym")
+DECLARED_EXTRAS = ("mcore", "vllm", "vllm-cpu", "trtllm", "gym")
 """The extras that ``apps/container`` declares."""
 
 ACTOR_ENVIRONMENTS: dict[str, list[str] | None] = {
@@ -24,7 +24,8 @@ ACTOR_ENVIRONMENTS: dict[str, list[str] | None] = {
 }
 """Fully qualified actor class → extras, in order; ``None`` is the driver's own interpreter."""
 
-_STAGES = ("deps", "trtllm")
+STAGES = ("deps", "trtllm")
+"""In which step of an image build an environment is made."""
 
 
 def undeclared_extras(
@@ -45,19 +46,23 @@ def stage_of(extras: Sequence[str]) -> str:
 
 
 def build_rows(
-    table: Mapping[str, Sequence[str] | None], *, stage: str = "all", skip: Collection[str] = ()
+    table: Mapping[str, Sequence[str] | None],
+    *,
+    stage: str = "all",
+    skip: Collection[str] = (),
+    declared: Collection[str] = DECLARED_EXTRAS,
 ) -> list[tuple[str, str, str]]:
     """Rows of ``(actor, stage, flags)`` sorted by actor; actors on the driver's interpreter have none.
 
     Raises:
-        ValueError: an unknown stage, or an extra to skip that no actor has.
+        ValueError: an unknown stage, or a word to skip that is neither declared nor an actor's extra.
     """
-    if stage not in ("all", *_STAGES):
-        raise ValueError(f"unknown stage {stage!r}; use one of all, {', '.join(_STAGES)}")
-    used = {extra for extras in table.values() for extra in extras or ()}
+    if stage not in ("all", *STAGES):
+        raise ValueError(f"unknown stage {stage!r}; use one of all, {', '.join(STAGES)}")
+    known = {*declared, *(extra for extras in table.values() for extra in extras or ())}
     for word in skip:
-        if word not in used:
-            raise ValueError(f"no actor has the extra {word!r} to skip; extras: {', '.join(sorted(used))}")
+        if word not in known:
+            raise ValueError(f"there is no extra {word!r} to skip; extras: {', '.join(sorted(known))}")
     return [
         (actor, stage_of(extras), " ".join(f"--extra {extra}" for extra in extras))
         for actor, extras in sorted(table.items())
