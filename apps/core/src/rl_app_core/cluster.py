@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import shutil
@@ -17,7 +18,9 @@ from .guardian import guarded_children
 # A batch of rollouts is a few megabytes; Ray's default takes a third of the machine.
 _OBJECT_STORE_BYTES = 256 * 2**20
 
-_QUIET = {
+_SETTINGS = {
+    # What a worker started ends with it, however it ends.
+    "RAY_process_group_cleanup_enabled": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -25,6 +28,11 @@ _QUIET = {
     # Workers started in advance have the driver's environment; ours bring their own.
     "RAY_prestart_worker_first_driver": "0",
 }
+
+
+# Ray replaces a loopback address by the machine's own and then listens on every interface, unless it believes
+# that it cannot run clusters of several machines. It reads this once, when it is imported.
+_ONE_MACHINE = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 class ClusterError(RuntimeError):
@@ -39,14 +47,15 @@ def ray_cluster(settings: Cluster, logs: Path) -> Generator[None]:
     ``logs/ray``.
 
     Raises:
-        ClusterError: it cannot be reached or started.
+        ClusterError: it cannot be reached or started, or others could reach the one on this machine.
     """
-    for name, value in _QUIET.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if settings.address is not None:
         with _connection(settings.address, address=settings.address):
             yield
         return
+    os.environ.setdefault(*_ONE_MACHINE)
     # Ray's sockets live below this folder and their paths must stay short.
     scratch = Path(tempfile.mkdtemp(prefix="rl-"))
     try:
@@ -58,8 +67,8 @@ def ray_cluster(settings: Cluster, logs: Path) -> Generator[None]:
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     _temp_dir=str(scratch),
-                    _node_ip_address="127.0.0.1",
                 ):
+                    _check_loopback()
                     yield
             except Exception:
                 # Before the guardian deletes them.
@@ -82,6 +91,17 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
+
+
+def _check_loopback() -> None:
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise ClusterError(
+            f"the Ray cluster of this machine listens on {address}, where others reach it: Ray was imported "
+            f"before the run began; set {'='.join(_ONE_MACHINE)} in the environment of this process"
+        )
 
 
 def _keep_logs(scratch: Path, target: Path) -> None:
