@@ -1,149 +1,192 @@
-"""Builds environments: once each, whole or not at all, however many processes ask."""
+"""Builds environments: third-party packages first, then the workspace's own distributions, under a lock."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import time
+import sys
 from collections.abc import Sequence
-from typing import Literal
 
+from .deadline import Deadline, build_timeout_s
+from .environment import BUILDING, COMPLETE, DEPENDENCIES, MARKERS, Environment
 from .errors import ActorEnvironmentError, BuildError
-from .exclusive import exclusive
-from .identity import EnvironmentSpec
-from .markers import DEPENDENCIES, ENVIRONMENT, is_marked, write_marker
-from .requirements import Requirements, read_requirements
-from .uv import Uv
-from .workspace import Workspace, project_of
+from .identity import lock_hash, python_tag
+from .locking import BuildLock
+from .requirements import entries, is_member, member_folder, of_packages, without_packages
+from .uv import Uv, find_uv, torch_chosen
 
-TIMEOUT_VARIABLE = "RL_ACTOR_ENVS_BUILD_TIMEOUT_S"
-_DEFAULT_TIMEOUT_S = 3600.0
+PHASES = ("all", "dependencies", "members")
 
-#: hashed pins of hatch and all it builds with
-_BUILD_CONSTRAINTS = os.path.join("requirements", "boot.txt")
-
-Phase = Literal["dependencies", "all"]
+#: Hashed versions of what builds the workspace's distributions.
+BUILD_CONSTRAINTS = os.path.join("requirements", "build.txt")
 
 
-def ensure_environment(
-    spec: EnvironmentSpec,
-    workspace: Workspace,
-    *,
-    selection: Sequence[str] | None = None,
-    phase: Phase = "all",
-    python: str | None = None,
-) -> bool:
-    """Build the environment if it is not there; return whether this call built it.
+def build_environment(environment: Environment, phase: str = "all") -> bool:
+    """Make sure that an environment is built; returns whether this process did it.
 
-    Of any number of processes that ask for the same environment one builds it and the others wait. What
-    a builder that was killed left behind is removed, and the environment is built again.
+    Many processes may ask at once: one builds, the others wait. What a dead builder left is removed first.
+    An environment that is complete is only looked at, so it may be read-only.
 
     Args:
-        spec: which environment.
-        workspace: what it is built from.
-        selection: uv's flags for what goes into it; by default the spec's extras.
-        phase: ``dependencies`` installs third-party packages only and needs no source of the workspace;
-            a later call with ``all`` adds the members.
-        python: path of the interpreter to build it with; must be of the spec's kind.
+        environment: to build, for the running Python.
+        phase: ``dependencies`` stops after the third-party packages, for which no source of the workspace is
+            needed; ``members`` refuses to install any of those; ``all`` does what is left to do.
 
     Raises:
-        BuildError: uv is missing or failed; names what it said.
-        BuildTimeoutError: it took, or another process takes, longer than ``RL_ACTOR_ENVS_BUILD_TIMEOUT_S``.
+        UvMissingError: there is no uv.
+        UvError: uv failed or ran past the deadline.
+        LockTimeoutError: another process has been building it for longer than the deadline.
+        BuildError: the directory is not an environment of this package, the third-party packages are
+            missing (``members``), the lock changed meanwhile, or it is for another Python.
     """
-    wanted = DEPENDENCIES if phase == "dependencies" else ENVIRONMENT
-    if is_marked(spec, wanted):
+    if phase not in PHASES:
+        raise BuildError(f"unknown phase {phase!r}; use one of {', '.join(PHASES)}", actor=environment.actor)
+    goal = DEPENDENCIES if phase == "dependencies" else COMPLETE
+    if environment.fault(goal) is None:
         return False
-    deadline = time.monotonic() + build_timeout_s()
     try:
-        with exclusive(spec.root + ".lock", deadline=deadline) as descriptor:
-            if is_marked(spec, wanted):
-                return False
-            uv = Uv(deadline=deadline, inherited=[descriptor])
-            flags = selection_flags(spec.extras) if selection is None else selection
-            requirements = read_requirements(uv, workspace, project_of(spec.extras), flags)
-            if not is_marked(spec, DEPENDENCIES):
-                _install_dependencies(uv, spec, requirements, python)
-            if phase == "all":
-                _install_members(uv, spec, requirements, workspace)
-            return True
-    except ActorEnvironmentError as error:
-        raise type(error)(f"the environment of {spec.actor}: {error}", actor=spec.actor) from error
+        return _Build(environment).run(goal, only_members=phase == "members")
     except OSError as error:
         raise BuildError(
-            f"the environment of {spec.actor}: {spec.root} cannot be written ({error}); free the disk, or "
-            f"choose another directory",
-            actor=spec.actor,
+            f"the environment of {environment.actor} at {environment.root} cannot be written ({error}); "
+            f"check space and rights there, or choose another directory",
+            actor=environment.actor,
         ) from error
+    except ActorEnvironmentError as error:
+        error.actor = environment.actor
+        raise
 
 
-def selection_flags(extras: Sequence[str]) -> tuple[str, ...]:
-    """``("--extra", "a", "--extra", "b")``."""
-    return tuple(flag for extra in extras for flag in ("--extra", extra))
+class _Build:
+    """The work on one environment, by this process alone once it has the lock."""
 
-
-def build_timeout_s() -> float:
-    """Seconds that one build, or the wait for another's, may take.
-
-    Raises:
-        BuildError: ``RL_ACTOR_ENVS_BUILD_TIMEOUT_S`` is not a positive number.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        seconds = float(text) if text else _DEFAULT_TIMEOUT_S
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise BuildError(f"{TIMEOUT_VARIABLE} is {text!r}; set it to a number of seconds, or unset it")
-    return seconds
-
-
-def _install_dependencies(
-    uv: Uv, spec: EnvironmentSpec, requirements: Requirements, python: str | None
-) -> None:
-    # A directory without its marker is what a dead builder left.
-    shutil.rmtree(spec.root, ignore_errors=True)
-    # A folder without a project above it, so that no other project's settings apply.
-    with tempfile.TemporaryDirectory(prefix="rl-actor-envs-") as folder:
-        interpreter = [f"--python={python}"] if python else []
-        uv.run(
-            "venv", "--quiet", "--no-project", "--no-python-downloads", *interpreter, spec.root, cwd=folder
-        )
-        packages = _write(folder, "packages.txt", requirements.packages)
-        into = ("--quiet", "--link-mode=hardlink", f"--python={spec.interpreter}")
-        if requirements.unhashed:
-            pins = _write(folder, "unhashed.txt", "".join(f"{pin}\n" for pin in requirements.unhashed))
-            constraints = _write(folder, "constraints.txt", requirements.constraints)
-            chosen = (f"--requirement={packages}", f"--requirement={pins}", f"--constraints={constraints}")
-            uv.run("pip", "install", *into, *chosen, cwd=folder)
-        elif requirements.packages:
-            uv.run("pip", "sync", *into, "--require-hashes", packages, cwd=folder)
-    # uv does not wait for the disk; the marker must not get there first.
-    os.sync()
-    write_marker(spec, DEPENDENCIES, {"unhashed": " ".join(requirements.unhashed)})
-
-
-def _install_members(uv: Uv, spec: EnvironmentSpec, requirements: Requirements, workspace: Workspace) -> None:
-    constraints = workspace.path(_BUILD_CONSTRAINTS)
-    editable = [f"--editable={member}" for member in requirements.members]
-    with tempfile.TemporaryDirectory(prefix="rl-actor-envs-") as folder:
-        if editable:
-            uv.run(
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                f"--build-constraints={constraints}",
-                f"--python={spec.interpreter}",
-                *editable,
-                cwd=folder,
+    def __init__(self, environment: Environment) -> None:
+        if environment.python != python_tag():
+            raise BuildError(
+                f"the environment of {environment.actor} is for {environment.python} and this is "
+                f"{python_tag()}; build it with `python -m rl_actor_envs prefetch` of that Python"
             )
-    os.sync()
-    write_marker(spec, ENVIRONMENT, {"unhashed": " ".join(requirements.unhashed)})
+        self._environment = environment
+        self._executable = find_uv()
+
+    def run(self, goal: str, *, only_members: bool) -> bool:
+        import tempfile
+
+        environment = self._environment
+        with (
+            BuildLock(f"{environment.root}.lock") as lock,
+            # uv reads the settings of a project above the folder it runs in; above this one there is none.
+            tempfile.TemporaryDirectory(prefix="rl-actor-envs-") as self._folder,
+        ):
+            if environment.fault(goal) is None:
+                return False
+            self._uv = Uv(self._executable, Deadline(build_timeout_s()), lock.fd)
+            fault = environment.fault(DEPENDENCIES)
+            if fault is not None:
+                if only_members:
+                    raise BuildError(
+                        f"the third-party packages of {environment.actor} are not installed: {fault}; build "
+                        f"them first, with --phase dependencies or --phase all"
+                    )
+                self._clear()
+                self._install_dependencies()
+            if goal == COMPLETE:
+                self._install_members()
+        return True
+
+    def _clear(self) -> None:
+        """Leave a directory with nothing but the mark of a builder at work.
+
+        Raises:
+            BuildError: it holds something else than an environment of ours.
+        """
+        import shutil
+
+        root = self._environment.root
+        held = os.listdir(root) if os.path.lexists(root) else []
+        if held and not MARKERS & set(held):
+            raise BuildError(
+                f"{root} exists and was not built here, so it is not replaced; move it away or choose "
+                f"another place"
+            )
+        os.makedirs(root, exist_ok=True)
+        # First the mark, then the removal: what a kill in between leaves is still known as ours.
+        self._environment.mark(BUILDING)
+        for name in held:
+            path = os.path.join(root, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif name != BUILDING:
+                os.unlink(path)
+
+    def _install_dependencies(self) -> None:
+        environment = self._environment
+        self._pip("venv", "--no-project", "--allow-existing", f"--python={sys.executable}", environment.root)
+        unhashed = {*environment.project.unhashed, *(["torch"] if torch_chosen() else [])}
+        locked = self._export("--no-emit-local")
+        pinned = of_packages(locked, unhashed)
+        # Without the packages that only an unhashed one brings: another build of it may need others.
+        pruned = [word for name in sorted(unhashed) for word in ("--prune", name)]
+        hashed = self._export("--no-emit-local", *pruned) if pinned else locked
+        target = f"--python={environment.interpreter}"
+        if hashed:
+            self._pip("pip", "sync", "--require-hashes", target, self._file("packages.txt", hashed))
+        if pinned:
+            # Only its own metadata knows what such a build needs. What that is, is taken as the lock has it.
+            within = self._file("constraints.txt", without_packages(locked, unhashed))
+            wanted = self._file("unhashed.txt", pinned)
+            self._pip("pip", "install", target, f"--constraints={within}", f"--requirement={wanted}")
+        self._finish(DEPENDENCIES)
+
+    def _install_members(self) -> None:
+        environment = self._environment
+        folder = environment.project.folder
+        members = [member_folder(entry) for entry in self._export() if is_member(entry)]
+        # From here on a killed builder leaves neither the old state nor the new one.
+        os.replace(os.path.join(environment.root, DEPENDENCIES), os.path.join(environment.root, BUILDING))
+        if members:
+            backend = f"--build-constraints={os.path.join(environment.workspace, BUILD_CONSTRAINTS)}"
+            paths = [f"--editable={os.path.normpath(os.path.join(folder, member))}" for member in members]
+            self._pip("pip", "install", "--no-deps", f"--python={environment.interpreter}", backend, *paths)
+        self._finish(COMPLETE)
+
+    def _export(self, *arguments: str) -> list[str]:
+        project = self._environment.project
+        return entries(
+            self._uv.run(
+                *("export", "--quiet", "--frozen", "--no-header", "--no-annotate"),
+                *("--package", project.package, *self._environment.selection),
+                *arguments,
+                folder=project.folder,
+            )
+        )
+
+    def _pip(self, *arguments: str) -> None:
+        self._uv.run(*arguments, "--quiet", folder=self._folder)
+
+    def _file(self, name: str, lines: Sequence[str]) -> str:
+        path = os.path.join(self._folder, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        return path
+
+    def _finish(self, marker: str) -> None:
+        import time
+
+        environment = self._environment
+        if lock_hash(environment.project.lock) != environment.lock:
+            raise BuildError(
+                f"{environment.project.lock} changed while the environment of {environment.actor} was built "
+                f"from it; build again"
+            )
+        # uv does not wait for the disk, and the mark must not get there first.
+        os.sync()
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        environment.mark(marker, torch=_torch_version(environment.root), time=now)
+        os.unlink(os.path.join(environment.root, BUILDING))
 
 
-def _write(folder: str, name: str, text: str) -> str:
-    path = os.path.join(folder, name)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    return path
+def _torch_version(root: str) -> str | None:
+    import glob
+
+    found = glob.glob(os.path.join(glob.escape(root), "lib", "python*", "site-packages", "torch-*.dist-info"))
+    return os.path.basename(found[0])[len("torch-") : -len(".dist-info")] if found else None

@@ -23,8 +23,12 @@ class UndeclaredExtraError(ActorEnvironmentError):
     """An actor that asks for an extra which the container does not declare."""
 
 
+class RowsError(ActorEnvironmentError):
+    """A list of environments that cannot be read, is empty, or says something else than it may."""
+
+
 class WorkspaceError(ActorEnvironmentError):
-    """The workspace that environments are built from is unknown or incomplete."""
+    """No workspace to build environments from, or one that lacks a file."""
 
 
 class MissingEnvironmentError(ActorEnvironmentError):
@@ -32,12 +36,20 @@ class MissingEnvironmentError(ActorEnvironmentError):
 
 
 class BuildError(ActorEnvironmentError):
-    """An environment could not be built; its directory is not used."""
+    """An environment that could not be built."""
 
 
-class BuildTimeoutError(BuildError):
-    """Building, or waiting for another process that builds, took too long."""
+class UvMissingError(BuildError):
+    """There is no ``uv`` to build environments with."""
+
+
+class UvError(BuildError):
+    """A ``uv`` command that failed or ran past its deadline; names command, outcome and last words."""
+
+
+class LockTimeoutError(BuildError):
+    """Another process has been building the same environment for longer than the deadline."""
 
 
 class FingerprintMismatchError(ActorEnvironmentError):
-    """What the environments were built from is not what this workspace declares now."""
+    """What environments are made from has changed since they were recorded; names each differing file."""

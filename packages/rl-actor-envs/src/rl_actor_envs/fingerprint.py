@@ -1,102 +1,153 @@
-"""Whether environments that were built elsewhere, in an image, say, still fit this workspace."""
+"""Whether environments are still those that the present locks, declarations and table describe."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import NamedTuple
 
+from . import table
 from .errors import ActorEnvironmentError, FingerprintMismatchError
-from .identity import file_digest
-from .workspace import Workspace, find_workspace, fingerprinted_files
+from .workspace import CONTAINER, LOCK, SEPARATE_EXTRA, Workspace, find_workspace
 
 FINGERPRINT_VARIABLE = "RL_ACTOR_ENVS_FINGERPRINT"
-IGNORE_FLAG = "RL_ACTOR_ENVS_IGNORE_FINGERPRINT"
+IGNORE_VARIABLE = "RL_ACTOR_ENVS_IGNORE_FINGERPRINT"
+
+_TABLE = "rl_actor_envs/table.py"
 
 
 class Fingerprint(NamedTuple):
-    """Digests of everything that decides what is in the environments.
+    """SHA-256, in hex, of everything that environments are made from.
 
     Attributes:
-        files: path below the workspace's root → SHA-256 of its content, in hex.
-        digest: SHA-256 of all of them.
+        files: name → hash of its content.
+        digest: one hash over all names and hashes.
     """
 
-    files: Mapping[str, str]
+    files: dict[str, str]
     digest: str
 
     def to_json(self) -> str:
-        """The form in which it is written beside an image's environments."""
+        """As text that :func:`read_fingerprint` reads; the same fingerprint gives the same text."""
         import json
 
-        return json.dumps({"digest": self.digest, "files": dict(self.files)}, indent=1) + "\n"
+        return json.dumps({"digest": self.digest, "files": self.files}, indent=2, sort_keys=True) + "\n"
 
 
-def fingerprint(workspace: Workspace | None = None) -> Fingerprint:
-    """Of the lock(s), the container's declarations and the table.
+def fingerprint(workspace: str | os.PathLike[str] | None = None) -> Fingerprint:
+    """Of the locks and the container's declarations of a workspace, and of the table that this process uses.
 
     Args:
-        workspace: whose; by default the one that :func:`~rl_actor_envs.workspace.find_workspace` finds.
+        workspace: its root; see :func:`rl_actor_envs.workspace.find_workspace`.
 
     Raises:
-        WorkspaceError: there is no workspace, or one of the files is missing.
+        WorkspaceError: there is no workspace.
+        ActorEnvironmentError: a file cannot be read.
     """
-    place = workspace or find_workspace()
-    return _of({name: file_digest(place.path(name)) for name in fingerprinted_files(place)})
+    return _combined({name: _hash(path) for name, path in _sources(find_workspace(workspace)).items()})
 
 
-def read_fingerprint(path: str) -> Fingerprint:
-    """The fingerprint in a file that :meth:`Fingerprint.to_json` wrote.
+def read_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
+    """A recorded fingerprint.
 
     Raises:
-        ActorEnvironmentError: it cannot be read or is not one.
+        FingerprintMismatchError: the file cannot be read or is none.
     """
     import json
 
     try:
         with open(path, encoding="utf-8") as file:
-            written = json.load(file)
-        found = _of({str(name): str(digest) for name, digest in written["files"].items()})
-        if found.digest != written["digest"]:
-            raise ValueError("its digest is not that of its files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ActorEnvironmentError(
-            f"the fingerprint {path} cannot be read ({type(error).__name__}: {error}); correct "
-            f"{FINGERPRINT_VARIABLE}, or write it anew with `rl-actor-envs fingerprint --write`"
+            recorded = json.load(file)
+        files = {str(name): str(value) for name, value in recorded["files"].items()}
+        if _combined(files).digest != recorded["digest"]:
+            raise ValueError("its digest does not belong to its files")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FingerprintMismatchError(
+            f"the recorded fingerprint {os.fspath(path)} cannot be read ({error}); write it again with "
+            f"`python -m rl_actor_envs fingerprint --write FILE` where the environments are built, or unset "
+            f"{FINGERPRINT_VARIABLE}"
         ) from error
-    return found
+    return _combined(files)
 
 
-def check_fingerprint(workspace: Workspace | None = None, *, path: str | None = None) -> None:
-    """Refuse to run with environments that were built from something else.
+def write_fingerprint(path: str | os.PathLike[str], workspace: str | os.PathLike[str] | None = None) -> None:
+    """Record the present fingerprint in a file.
+
+    Raises:
+        ActorEnvironmentError: it cannot be taken or written.
+    """
+    text = fingerprint(workspace).to_json()
+    temporary = f"{os.fspath(path)}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ActorEnvironmentError(f"{os.fspath(path)} cannot be written ({error})") from error
+
+
+def check_fingerprint(
+    recorded: str | os.PathLike[str] | None = None, workspace: str | os.PathLike[str] | None = None
+) -> None:
+    """Compare the present fingerprint with the recorded one.
 
     Args:
-        workspace: what runs now.
-        path: of the fingerprint to compare with; by default the file that ``RL_ACTOR_ENVS_FINGERPRINT``
-            names, and nothing is compared if that is unset. Images set it.
+        recorded: file with it, by default the one that ``RL_ACTOR_ENVS_FINGERPRINT`` names; where neither is
+            given there is nothing to compare.
+        workspace: whose fingerprint to take.
 
     Raises:
         FingerprintMismatchError: they differ, and ``RL_ACTOR_ENVS_IGNORE_FINGERPRINT`` is not exactly ``1``.
-        ActorEnvironmentError: the file cannot be read.
+        WorkspaceError: there is no workspace.
     """
-    recorded_at = path or os.environ.get(FINGERPRINT_VARIABLE)
-    if not recorded_at or os.environ.get(IGNORE_FLAG) == "1":
+    path = recorded or os.environ.get(FINGERPRINT_VARIABLE)
+    if not path or os.environ.get(IGNORE_VARIABLE) == "1":
         return
-    place = workspace or find_workspace()
-    recorded, present = read_fingerprint(recorded_at).files, fingerprint(place).files
-    differing = sorted(
-        name for name in recorded.keys() | present.keys() if recorded.get(name) != present.get(name)
+    was, now = read_fingerprint(path), fingerprint(workspace)
+    if was.digest == now.digest:
+        return
+    differing = [
+        f"{name} ({_change(was.files.get(name), now.files.get(name))})"
+        for name in sorted({*was.files, *now.files})
+        if was.files.get(name) != now.files.get(name)
+    ]
+    raise FingerprintMismatchError(
+        f"the environments here were built from something else than what is here now: {', '.join(differing)} "
+        f"against {os.fspath(path)}; rebuild the image (or prefetch and record the fingerprint again), or go "
+        f"back to the sources that it was built from, or, knowing that workers may run other versions, set "
+        f"{IGNORE_VARIABLE}=1"
     )
-    if differing:
-        raise FingerprintMismatchError(
-            f"the environments recorded in {recorded_at} were built from other files than those of "
-            f"{place.root}: {', '.join(differing)} differ; build the image or the environments anew, run the "
-            f"source that they were built from, or set {IGNORE_FLAG}=1 if you know that they still fit"
-        )
 
 
-def _of(files: Mapping[str, str]) -> Fingerprint:
+def _sources(workspace: Workspace) -> dict[str, str]:
+    """Name → path of every file that counts."""
+    separate = os.path.join(CONTAINER, SEPARATE_EXTRA)
+    always = (LOCK, os.path.join(CONTAINER, "pyproject.toml"))
+    optional = (os.path.join(separate, LOCK), os.path.join(separate, "pyproject.toml"))
+    paths = {name: os.path.join(workspace.root, name) for name in (*always, *optional)}
+    sources = {name: path for name, path in paths.items() if name in always or os.path.exists(path)}
+    sources[_TABLE] = os.path.abspath(table.__file__)
+    return sources
+
+
+def _hash(path: str) -> str:
     import hashlib
 
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
-    return Fingerprint(dict(files), hashlib.sha256(text.encode()).hexdigest())
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError as error:
+        raise ActorEnvironmentError(f"{path}, a part of the fingerprint, cannot be read ({error})") from error
+
+
+def _combined(files: dict[str, str]) -> Fingerprint:
+    import hashlib
+    import json
+
+    facts = json.dumps(sorted(files.items())).encode("ascii")
+    return Fingerprint(files, hashlib.sha256(facts).hexdigest())
+
+
+def _change(was: str | None, now: str | None) -> str:
+    if was is None:
+        return "new"
+    return "gone" if now is None else "changed"

@@ -1,51 +1,59 @@
-"""Builds many environments one after another; one that fails does not keep the others from being built."""
+"""Builds a list of environments one after another, and says of each how it went."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from .builder import Phase, ensure_environment
+from .builder import build_environment
+from .environment import Environment, actor_environment, driver_environment
 from .errors import ActorEnvironmentError
-from .identity import environment_of
-from .rows import Row
 from .workspace import Workspace
 
 
-def prefetch(
-    rows: Sequence[Row],
-    workspace: Workspace,
-    *,
-    phase: Phase = "all",
-    python: str | None = None,
-    python_tag: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> list[str]:
-    """Build the environments of ``rows`` that are not there yet.
+class Outcome(NamedTuple):
+    """How a list of environments went.
 
-    Args:
-        rows: which.
-        workspace: what they are built from.
-        phase: see :func:`~rl_actor_envs.builder.ensure_environment`.
-        python: path of the interpreter to build them with, by default the running one's kind.
-        python_tag: its kind.
-        say: told a line of progress when one begins and when it ends.
-
-    Returns:
-        The actors whose environment could not be built, in order.
+    Attributes:
+        failed: the actors whose environments are not there, in order.
     """
+
+    failed: tuple[str, ...]
+
+
+def prefetch(table: Mapping[str, Sequence[str]], workspace: Workspace, phase: str = "all") -> Outcome:
+    """Build the environment of every actor of ``table``, with a line of progress each.
+
+    A failing one does not keep the others from being built.
+    """
+    return _build_all([actor_environment(*row, workspace) for row in table.items()], phase)
+
+
+def prefetch_driver(directory: str, workspace: Workspace, phase: str = "all") -> Outcome:
+    """Build the driver's environment at ``directory``."""
+    return _build_all([driver_environment(directory, workspace)], phase)
+
+
+def _build_all(environments: Sequence[Environment], phase: str) -> Outcome:
     failed = []
-    for number, row in enumerate(rows, 1):
-        what = f"[{number}/{len(rows)}] {row.actor} ({', '.join(row.extras) or 'no extras'})"
-        say(f"{what}: building")
-        began = time.monotonic()
+    for number, environment in enumerate(environments, 1):
+        extras = ", ".join(environment.extras) or "no extras"
+        _say(f"[{number}/{len(environments)}] {environment.actor} ({extras}) … ")
+        start = time.monotonic()
         try:
-            spec = environment_of(row.actor, row.extras, workspace, python=python_tag)
-            built = ensure_environment(spec, workspace, phase=phase, python=python)
+            built = build_environment(environment, phase)
         except ActorEnvironmentError as error:
-            failed.append(row.actor)
-            say(f"{what}: FAILED: {error}")
-            continue
-        result = f"built in {time.monotonic() - began:.0f} s" if built else "already built"
-        say(f"{what}: {result}, {spec.root}")
-    return failed
+            _say(f"FAILED: {error}\n")
+            failed.append(environment.actor)
+        else:
+            _say(f"built in {time.monotonic() - start:.0f} s\n" if built else "already built\n")
+    if failed:
+        sys.stderr.write(f"{len(failed)} of {len(environments)} not built: {', '.join(failed)}\n")
+    return Outcome(tuple(failed))
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(words)
+    sys.stdout.flush()

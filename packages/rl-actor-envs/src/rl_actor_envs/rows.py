@@ -1,91 +1,67 @@
-"""The environments to build, as rows: from the table, or from the list that an image build wrote once."""
+"""The environments that a command is about: of the table, or of a file that the table's script wrote."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection
-from typing import NamedTuple
 
-from .errors import ActorEnvironmentError, UnknownActorError
+from .errors import ActorEnvironmentError, RowsError
 from .registry import ActorRegistry
-from .table import ACTOR_ENVIRONMENTS, DECLARED_EXTRAS, STAGES, build_rows, stage_of
+from .table import ACTOR_ENVIRONMENTS, build_rows, stage_of
 
 
-class Row(NamedTuple):
-    """An actor with an environment of its own.
+def chosen_extras(
+    rows: str | os.PathLike[str] | None = None, *, stage: str = "all", skip: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Actor → extras of every environment to build, sorted by actor.
 
-    Attributes:
-        actor: fully qualified class name.
-        extras: in order.
-    """
-
-    actor: str
-    extras: tuple[str, ...]
-
-    @property
-    def class_name(self) -> str:
-        return self.actor.rpartition(".")[2]
-
-
-def rows_of_table(*, stage: str = "all", skip: Collection[str] = ()) -> list[Row]:
-    """The rows of this package's table.
+    Args:
+        rows: file of rows as ``table.py`` prints them (``-``: standard input), by default the table itself.
+        stage: ``all``, ``deps`` or ``trtllm``.
+        skip: leave out environments with one of these extras.
 
     Raises:
-        ActorEnvironmentError: an unknown stage or word to skip.
-        UndeclaredExtraError: an actor asks for an extra that does not exist.
+        RowsError: unknown stage or extra, or a file that cannot be read, is empty, or holds something else.
     """
-    ActorRegistry()
+    table = ACTOR_ENVIRONMENTS if rows is None else read_rows(rows)
     try:
-        rows = build_rows(ACTOR_ENVIRONMENTS, stage=stage, skip=skip)
-    except ValueError as error:
-        raise ActorEnvironmentError(str(error)) from error
-    return [_row("\t".join(row)) for row in rows]
+        registry = ActorRegistry(table)
+        chosen = [actor for actor, _, _ in build_rows(table, stage=stage, skip=skip)]
+    except (ActorEnvironmentError, ValueError) as error:
+        raise RowsError(str(error)) from error
+    return {actor: registry.extras_of(actor) or () for actor in chosen}
 
 
-def rows_of_file(path: str, *, stage: str = "all") -> list[Row]:
-    """The rows of ``stage`` in a file that the table's script wrote.
+def read_rows(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
+    """The table that a file of rows stands for.
 
     Raises:
-        ActorEnvironmentError: an unknown stage, a file that cannot be read, is empty, or is not such a list.
+        RowsError: it cannot be read, has no row, or a row is not of the form that ``table.py`` prints.
     """
-    if stage not in ("all", *STAGES):
-        raise ActorEnvironmentError(f"unknown stage {stage!r}; use one of all, {', '.join(STAGES)}")
+    name = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ActorEnvironmentError(f"the list of environments {path} cannot be read: {error}") from error
-    if not lines:
-        raise ActorEnvironmentError(
-            f"the list of environments {path} is empty: everything was skipped, or table.py failed"
-        )
-    rows = [_row(line) for line in lines]
-    return [row for row in rows if stage in ("all", stage_of(row.extras))]
+        if name == "-":
+            text = sys.stdin.read()
+        else:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+    except (OSError, ValueError) as error:
+        raise RowsError(f"the rows in {name} cannot be read ({error})") from error
+    table: dict[str, list[str] | None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        actor, extras = _parsed(line, f"line {number} of {name}")
+        if actor in table:
+            raise RowsError(f"line {number} of {name} names {actor} again", actor=actor)
+        table[actor] = extras
+    if not table:
+        raise RowsError(f"{name} holds no rows; what wrote it has failed, or skips every environment")
+    return table
 
 
-def only(rows: list[Row], actors: Collection[str]) -> list[Row]:
-    """The rows of some actors; of all if none is named.
-
-    Raises:
-        UnknownActorError: one of them has no row.
-    """
-    for actor in actors:
-        if actor not in {row.actor for row in rows}:
-            raise UnknownActorError(
-                f"actor {actor!r} is not among the environments to build: "
-                f"{', '.join(row.actor for row in rows) or 'none'}",
-                actor=actor,
-            )
-    return [row for row in rows if not actors or row.actor in actors]
-
-
-def _row(line: str) -> Row:
-    actor, _, rest = line.partition("\t")
-    stage, _, flags = rest.partition("\t")
-    words = flags.split()
-    extras = tuple(words[1::2])
-    wanted = [word for extra in extras for word in ("--extra", extra)]
-    if not actor or words != wanted or stage != stage_of(extras) or not set(extras) <= set(DECLARED_EXTRAS):
-        raise ActorEnvironmentError(
-            f"{line!r} is no row of the table; write the list with `python table.py all > FILE`"
-        )
-    return Row(actor, extras)
+def _parsed(line: str, where: str) -> tuple[str, list[str]]:
+    actor, *rest = line.split("\t")
+    extras = rest[-1].split()[1::2] if rest else []
+    if rest != [stage_of(extras), " ".join(f"--extra {extra}" for extra in extras)]:
+        raise RowsError(f"{where} is {line!r}, which table.py does not print; write it with table.py")
+    return actor, extras

@@ -7,16 +7,15 @@ import sys
 from collections.abc import Mapping
 from typing import TypedDict
 
+from .environment import Environment, actor_environment
 from .errors import ActorEnvironmentError, MissingEnvironmentError
 from .fingerprint import check_fingerprint
-from .identity import EnvironmentSpec, environment_of
-from .markers import ENVIRONMENT, is_marked
 from .registry import ActorRegistry, shared_registry
 from .system import SYSTEM_FLAG, system_interpreter_forced
-from .workspace import find_workspace
+from .table import stage_of
+from .workspace import DIRECTORY_VARIABLE, WORKSPACE_VARIABLE, find_workspace
 
-# What the environment itself sets.
-_OWN_VARIABLES = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
+_DECIDED_HERE = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
 
 
 class ActorRuntimeEnv(TypedDict):
@@ -38,45 +37,69 @@ def make_actor_runtime_env(
     """The interpreter of an actor and the variables that go with it.
 
     An actor whose row is ``None``, and every actor under ``RL_ACTOR_ENVS_SYSTEM=1``, gets the driver's own
-    ``sys.executable`` and the caller's variables alone. Any other gets its environment, with
-    ``VIRTUAL_ENV`` and ``UV_PROJECT_ENVIRONMENT`` naming the environment's root directory.
+    ``sys.executable`` and the caller's variables alone. Any other gets its environment, and with it
+    ``VIRTUAL_ENV`` and ``UV_PROJECT_ENVIRONMENT``, which name the environment's root directory.
 
     Args:
         actor: a class, or its fully qualified name.
-        env_vars: further variables of the actor; they pass through unchanged.
-        build: build a missing environment, or wait for another process that does. Otherwise files are
-            looked at only: nothing is built and nothing started.
-        workspace: root of the checkout that environments are built from; by default
-            ``RL_ACTOR_ENVS_WORKSPACE``, or the checkout that this package lies in.
-        python: which Python the environment was built with, such as ``cpython-3.11.7``; by default one
-            like the driver's.
+        env_vars: further variables of the actor, passed on as they are (``PYTHONPATH``, say).
+        build: build an environment that is not there, or wait for the process that does; by default it looks
+            at files only.
+        workspace: root of the workspace that environments are built from; by default
+            ``RL_ACTOR_ENVS_WORKSPACE``, else the checkout that this package lies in.
+        python: which Python the environment has (``cpython-3.11.7``), by default one like the driver's.
         registry: where to look the actor up, by default the process's own.
 
     Raises:
+        FingerprintMismatchError: what environments are made from is not what was recorded.
         UnknownActorError: the actor is in neither the table nor the registry.
-        MissingEnvironmentError: its environment has not been built; names the command that does.
-        FingerprintMismatchError: the environments were built from something else.
-        BuildError: ``build``, and it failed.
-        WorkspaceError: there is no workspace.
-        ActorEnvironmentError: not a class or name, a variable that the environment sets itself, or a flag
-            with an unknown value.
+        MissingEnvironmentError: its environment has not been built; says how to build it.
+        BuildError: building it failed (``build=True``).
+        ActorEnvironmentError: not a class or name, variables that are decided here, no workspace or lock, or
+            a flag with an unknown value.
+    """
+    check_fingerprint(workspace=workspace)
+    name = actor_name(actor)
+    given = _checked_variables(env_vars or {}, name)
+    environment = environment_of(name, workspace=workspace, python=python, registry=registry)
+    if environment is None:
+        return {"py_executable": _driver_interpreter(name), "env_vars": given}
+    fault = environment.fault()
+    if fault is not None and build:
+        from .builder import build_environment
+
+        build_environment(environment)
+    elif fault is not None:
+        raise MissingEnvironmentError(
+            f"the environment of actor {name} is not built: {fault}; build it with\n"
+            f"    {prefetch_command(environment)}\n"
+            f"or set {SYSTEM_FLAG}=1 to run every actor on the driver's interpreter",
+            actor=name,
+        )
+    root = environment.root
+    return {
+        "py_executable": environment.interpreter,
+        "env_vars": {**given, **dict.fromkeys(_DECIDED_HERE, root)},
+    }
+
+
+def environment_of(
+    actor: str | type,
+    *,
+    workspace: str | os.PathLike[str] | None = None,
+    python: str | None = None,
+    registry: ActorRegistry | None = None,
+) -> Environment | None:
+    """The environment that an actor runs in, built or not; ``None`` is the driver's interpreter.
+
+    Raises:
+        ActorEnvironmentError: as :func:`make_actor_runtime_env`.
     """
     name = actor_name(actor)
     extras = (registry or shared_registry()).extras_of(name)
-    variables = _checked(env_vars or {}, name)
     if system_interpreter_forced() or extras is None:
-        return {"py_executable": _driver_interpreter(name), "env_vars": variables}
-    place = find_workspace(workspace)
-    check_fingerprint(place)
-    spec = environment_of(name, extras, place, python=python)
-    if not is_marked(spec, ENVIRONMENT):
-        if not build:
-            raise MissingEnvironmentError(_missing(spec), actor=name)
-        from .builder import ensure_environment
-
-        ensure_environment(spec, place)
-    own = dict.fromkeys(_OWN_VARIABLES, spec.root)
-    return {"py_executable": spec.interpreter, "env_vars": {**variables, **own}}
+        return None
+    return actor_environment(name, extras, find_workspace(workspace), python)
 
 
 def actor_name(actor: str | type) -> str:
@@ -94,22 +117,35 @@ def actor_name(actor: str | type) -> str:
     )
 
 
-def _checked(variables: Mapping[str, str], actor: str) -> dict[str, str]:
-    for name in _OWN_VARIABLES:
-        if name in variables:
+def prefetch_command(environment: Environment) -> str:
+    """The shell command that builds one environment, whoever runs it wherever."""
+    import shlex
+
+    flags = " ".join(f"--extra {extra}" for extra in environment.extras)
+    row = shlex.quote(f"{environment.actor}\\t{stage_of(environment.extras)}\\t{flags}\\n")
+    places = {
+        WORKSPACE_VARIABLE: environment.workspace,
+        DIRECTORY_VARIABLE: os.path.dirname(environment.root),
+    }
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in places.items())
+    python = shlex.quote(sys.executable or "python")
+    return f"printf {row} | {settings} {python} -m rl_actor_envs prefetch --rows -"
+
+
+def _checked_variables(env_vars: Mapping[str, str], actor: str) -> dict[str, str]:
+    for name in _DECIDED_HERE:
+        if name in env_vars:
             raise ActorEnvironmentError(
-                f"env_vars of actor {actor} hold {name}, which its environment sets itself; leave it out",
+                f"env_vars of actor {actor} set {name}, which names the actor's environment and is decided "
+                f"by its row in the table; leave it out",
                 actor=actor,
             )
-    return dict(variables)
-
-
-def _missing(spec: EnvironmentSpec) -> str:
-    return (
-        f"the environment of actor {spec.actor} ({', '.join(spec.extras) or 'no extras'}) is not built: "
-        f"{spec.root} is missing or incomplete; run `rl-actor-envs prefetch --only {spec.actor}` on every "
-        f"machine that runs the actor, or set {SYSTEM_FLAG}=1 to run every actor on the driver's interpreter"
-    )
+    for name, value in env_vars.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ActorEnvironmentError(
+                f"env_vars of actor {actor} hold {name!r}: {value!r}; both have to be strings", actor=actor
+            )
+    return dict(env_vars)
 
 
 def _driver_interpreter(actor: str) -> str:

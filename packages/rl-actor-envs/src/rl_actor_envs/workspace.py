@@ -1,9 +1,9 @@
-"""The workspace that environments are built from: a checkout, or its copy in an image."""
+"""The checkout that environments are built from, and which of its locks holds for which extras."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from .errors import WorkspaceError
@@ -11,92 +11,87 @@ from .errors import WorkspaceError
 WORKSPACE_VARIABLE = "RL_ACTOR_ENVS_WORKSPACE"
 DIRECTORY_VARIABLE = "RL_ACTOR_ENVS_DIR"
 
-_CONTAINER = os.path.join("apps", "container")
-_TRTLLM = os.path.join(_CONTAINER, "trtllm")
-# The leaf itself carries them, so that a checkout is recognised whatever else is in it.
-_MARKS = ("uv.lock", os.path.join(_CONTAINER, "pyproject.toml"))
+LOCK = "uv.lock"
+CONTAINER = os.path.join("apps", "container")
+#: TensorRT-LLM breaks the resolution of everything else and has a project and a lock of its own.
+SEPARATE_EXTRA = "trtllm"
 
 
 class Project(NamedTuple):
-    """A uv project whose extras are worker environments.
+    """A uv project whose lock says what environments hold.
 
     Attributes:
-        name: of its package.
-        directory: below the workspace's root; its ``uv.lock`` is there or above.
-        lock: path of its lock, below the root.
+        folder: absolute path of the folder with its lock.
+        package: the distribution whose extras are the building blocks.
+        unhashed: packages that its lock pins by version alone, because their wheels lie on another index.
     """
 
-    name: str
-    directory: str
-    lock: str
+    folder: str
+    package: str
+    unhashed: tuple[str, ...] = ()
 
-
-_MAIN = Project("rl-app-container", _CONTAINER, "uv.lock")
-_TRTLLM_PROJECT = Project("rl-app-container-trtllm", _TRTLLM, os.path.join(_TRTLLM, "uv.lock"))
+    @property
+    def lock(self) -> str:
+        """Absolute path of the lock file; it need not exist."""
+        return os.path.join(self.folder, LOCK)
 
 
 class Workspace(NamedTuple):
-    """A workspace root.
+    """A folder with ``uv.lock``, ``pyproject.toml``, ``packages/*`` and ``apps/*``.
 
     Attributes:
-        root: absolute path.
+        root: its absolute path, free of symbolic links.
     """
 
     root: str
 
-    def path(self, *parts: str) -> str:
-        """A path below the root."""
-        return os.path.join(self.root, *parts)
+    def project_of(self, extras: Collection[str]) -> Project:
+        """The project that environments with ``extras`` are built from."""
+        if SEPARATE_EXTRA in extras:
+            folder = os.path.join(self.root, CONTAINER, SEPARATE_EXTRA)
+            return Project(folder, "rl-app-container-trtllm", unhashed=("tensorrt-llm",))
+        return Project(self.root, "rl-app-container")
 
     @property
     def environments(self) -> str:
         """Absolute path of the directory that holds the environments; it need not exist."""
-        chosen = os.environ.get(DIRECTORY_VARIABLE)
-        return os.path.abspath(os.path.expanduser(chosen)) if chosen else self.path(".actor-envs")
-
-
-def project_of(extras: Sequence[str]) -> Project:
-    """The project that declares ``extras``: TensorRT-LLM has one, and a lock, of its own."""
-    return _TRTLLM_PROJECT if "trtllm" in extras else _MAIN
-
-
-def fingerprinted_files(workspace: Workspace) -> tuple[str, ...]:
-    """What decides the content of every environment, as paths below the root.
-
-    A workspace without TensorRT-LLM's project does not have its files.
-    """
-    table = os.path.join("packages", "rl-actor-envs", "src", "rl_actor_envs", "table.py")
-    optional = (_TRTLLM_PROJECT.lock, os.path.join(_TRTLLM_PROJECT.directory, "pyproject.toml"))
-    return (
-        _MAIN.lock,
-        os.path.join(_MAIN.directory, "pyproject.toml"),
-        *(name for name in optional if os.path.isfile(workspace.path(name))),
-        table,
-    )
+        chosen = os.environ.get(DIRECTORY_VARIABLE) or os.path.join(self.root, ".actor-envs")
+        return os.path.abspath(os.path.expanduser(chosen))
 
 
 def find_workspace(root: str | os.PathLike[str] | None = None) -> Workspace:
-    """The workspace at ``root``, else at ``RL_ACTOR_ENVS_WORKSPACE``, else the checkout this file lies in.
+    """The workspace at ``root``, else the one in ``RL_ACTOR_ENVS_WORKSPACE``, else the one this file lies in.
 
     Raises:
-        WorkspaceError: there is none, or the one that was named has no lock or no container.
+        WorkspaceError: the named folder is none, or there is none above this file.
     """
-    named = os.fspath(root) if root is not None else os.environ.get(WORKSPACE_VARIABLE)
+    if root is not None:
+        return _checked(os.fspath(root), "workspace=")
+    named = os.environ.get(WORKSPACE_VARIABLE)
     if named:
-        path = os.path.realpath(os.path.expanduser(named))
-        for mark in _MARKS:
-            if not os.path.isfile(os.path.join(path, mark)):
-                raise WorkspaceError(
-                    f"{path} is not a workspace: {mark} does not exist; pass workspace=, or set "
-                    f"{WORKSPACE_VARIABLE}, to the root of a checkout"
-                )
-        return Workspace(path)
-    here = os.path.realpath(__file__)
-    while (parent := os.path.dirname(here)) != here:
-        here = parent
-        if all(os.path.isfile(os.path.join(here, mark)) for mark in _MARKS):
-            return Workspace(here)
+        return _checked(named, WORKSPACE_VARIABLE)
+    folder = os.path.dirname(os.path.realpath(__file__))
+    while folder != os.path.dirname(folder):
+        if not _missing(folder):
+            return Workspace(folder)
+        folder = os.path.dirname(folder)
     raise WorkspaceError(
-        f"which workspace the actors' environments are built from is not known; pass workspace=, or set "
-        f"{WORKSPACE_VARIABLE} to the root of a checkout"
+        f"there is no workspace to build environments from above {os.path.dirname(__file__)}; set "
+        f"{WORKSPACE_VARIABLE} to the folder of a checkout that holds {LOCK} and {CONTAINER}/pyproject.toml"
     )
+
+
+def _missing(folder: str) -> list[str]:
+    wanted = (LOCK, os.path.join(CONTAINER, "pyproject.toml"))
+    return [name for name in wanted if not os.path.isfile(os.path.join(folder, name))]
+
+
+def _checked(given: str, source: str) -> Workspace:
+    folder = os.path.realpath(os.path.expanduser(given))
+    missing = _missing(folder)
+    if missing:
+        raise WorkspaceError(
+            f"{source} names {folder}, which is no workspace: it lacks {' and '.join(missing)}; name the "
+            f"folder of a checkout"
+        )
+    return Workspace(folder)

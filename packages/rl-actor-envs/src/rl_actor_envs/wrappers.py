@@ -1,47 +1,62 @@
-"""Commands ``python-<ActorClass>`` that start an environment's interpreter by hand."""
+"""One command per environment that runs its Python: ``python-ColocatedWorker``."""
 
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from .errors import ActorEnvironmentError
-from .identity import environment_of
-from .rows import Row
+from .environment import Environment, actor_environment
+from .errors import ActorEnvironmentError, MissingEnvironmentError
 from .workspace import Workspace
 
 
 def write_wrappers(
-    directory: str, rows: Sequence[Row], workspace: Workspace, *, python_tag: str | None = None
+    directory: str | os.PathLike[str], table: Mapping[str, Sequence[str]], workspace: Workspace
 ) -> list[str]:
-    """Write one executable per row into ``directory``; return their paths in order.
+    """Write an executable ``python-<Class>`` for every actor of ``table``; returns their paths.
 
     Raises:
-        ActorEnvironmentError: two actors have classes of one name.
+        MissingEnvironmentError: an environment is not built; then nothing is written.
+        ActorEnvironmentError: two actors have one class name, or a file cannot be written.
     """
-    classes: dict[str, str] = {}
-    for row in rows:
-        if row.class_name in classes:
+    commands: dict[str, Environment] = {}
+    for actor, extras in table.items():
+        command = f"python-{actor.rpartition('.')[2]}"
+        if command in commands:
             raise ActorEnvironmentError(
-                f"{classes[row.class_name]} and {row.actor} would both be python-{row.class_name}; "
-                f"rename one of the classes"
+                f"{commands[command].actor} and {actor} would both be {command}; rename one of the classes",
+                actor=actor,
             )
-        classes[row.class_name] = row.actor
-    os.makedirs(directory, exist_ok=True)
-    written = []
-    for row in rows:
-        spec = environment_of(row.actor, row.extras, workspace, python=python_tag)
-        path = os.path.join(directory, f"python-{row.class_name}")
-        root = shlex.quote(spec.root)
-        lines = [
-            "#!/bin/sh",
-            f"# The environment of {row.actor}.",
-            f"export VIRTUAL_ENV={root} UV_PROJECT_ENVIRONMENT={root}",
-            f'exec {shlex.quote(spec.interpreter)} "$@"',
-        ]
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-        os.chmod(path, 0o755)
-        written.append(path)
-    return written
+        commands[command] = actor_environment(actor, extras, workspace)
+    for environment in commands.values():
+        fault = environment.fault()
+        if fault is not None:
+            raise MissingEnvironmentError(
+                f"the environment of actor {environment.actor} is not built: {fault}; run `python -m "
+                f"rl_actor_envs prefetch` first",
+                actor=environment.actor,
+            )
+    return [_write(os.path.join(directory, name), commands[name]) for name in commands]
+
+
+def _write(path: str, environment: Environment) -> str:
+    import shlex
+
+    root = shlex.quote(environment.root)
+    text = (
+        "#!/bin/sh\n"
+        f"VIRTUAL_ENV={root}\n"
+        f"UV_PROJECT_ENVIRONMENT={root}\n"
+        "export VIRTUAL_ENV UV_PROJECT_ENVIRONMENT\n"
+        f'exec {shlex.quote(environment.interpreter)} "$@"\n'
+    )
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ActorEnvironmentError(f"{path} cannot be written ({error})", actor=environment.actor) from error
+    return path
