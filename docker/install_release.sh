@@ -1,0 +1,34 @@
+#!/bin/sh
+# install_release.sh: the workspace's members into every environment, commands for them, and the fingerprint.
+set -eu
+source=${RL_ACTOR_ENVS_WORKSPACE:-/opt/rl/src}
+rows=${ROWS:-/opt/rl/rows.tsv}
+python=${PYTHON:-/opt/rl/python}
+driver=${DRIVER:-/opt/rl/driver}
+commands=${COMMANDS:-/usr/local/bin}
+fingerprint=${FINGERPRINT:-/opt/rl/fingerprint.json}
+
+if test -f /run/secrets/uv-config; then
+    export UV_CONFIG_FILE=/run/secrets/uv-config
+fi
+# Linking into the lower layer's cache would copy it up.
+UV_CACHE_DIR=$(mktemp -d)
+export UV_CACHE_DIR
+trap 'rm -rf "$UV_CACHE_DIR"' EXIT
+export PYTHONPATH=$source/packages/rl-actor-envs/src PYTHONDONTWRITEBYTECODE=1
+
+status=0
+"$python" -m rl_actor_envs prefetch --rows "$rows" || status=$?
+"$python" -m rl_actor_envs driver "$driver" || status=$?
+test "$status" = 0 || exit "$status"
+
+"$python" -m rl_actor_envs wrappers "$commands" --rows "$rows"
+for command in grpo rl-actor-envs; do
+    ln -sf "$driver/bin/$command" "$commands/$command"
+done
+"$python" -m compileall -q "$source/packages" "$source/apps"
+"$python" -m rl_actor_envs fingerprint --write "$fingerprint"
+
+if test -n "${GYM_PYTHON:-}"; then
+    sh "$source/docker/install_gym.sh" "$GYM_PYTHON"
+fi
