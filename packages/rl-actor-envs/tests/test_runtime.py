@@ -1,19 +1,30 @@
+"""The interpreter and the variables that an actor gets, from files alone."""
+
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rl_actor_envs.errors import ActorEnvironmentError, MissingEnvironmentError, UnknownActorError
-from rl_actor_envs.identity import environment_name, lock_hash, python_tag
+from rl_actor_envs.environment import COMPLETE, MARKERS, Environment, actor_environment
+from rl_actor_envs.errors import (
+    ActorEnvironmentError,
+    FingerprintMismatchError,
+    MissingEnvironmentError,
+    UnknownActorError,
+    WorkspaceError,
+)
 from rl_actor_envs.registry import ActorRegistry
-from rl_actor_envs.runtime import actor_name, environments_directory, make_actor_runtime_env
+from rl_actor_envs.runtime import actor_name, environment_of, make_actor_runtime_env
 from rl_actor_envs.table import ACTOR_ENVIRONMENTS
+from rl_actor_envs.workspace import Workspace
 
 TABLE: dict[str, list[str] | None] = {"a.Worker": ["mcore", "vllm"], "a.Driver": None}
+REGISTRY = ActorRegistry(TABLE)
 
 
 class Worker:
@@ -21,49 +32,40 @@ class Worker:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RL_ACTOR_ENVS_SYSTEM", "RL_ACTOR_ENVS_LOCK"):
-        monkeypatch.delenv(name, raising=False)
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A workspace that this process is told about."""
+    for name in list(os.environ):
+        if name.startswith("RL_ACTOR_ENVS_"):
+            monkeypatch.delenv(name)
+    folder = tmp_path / "workspace"
+    (folder / "apps" / "container").mkdir(parents=True)
+    (folder / "apps" / "container" / "pyproject.toml").write_text("")
+    (folder / "uv.lock").write_text("version = 1\n")
+    monkeypatch.setenv("RL_ACTOR_ENVS_WORKSPACE", str(folder))
     monkeypatch.setenv("RL_ACTOR_ENVS_DIR", str(tmp_path / "envs"))
+    return folder
 
 
-@pytest.fixture
-def lock(tmp_path: Path) -> Path:
-    path = tmp_path / "uv.lock"
-    path.write_text("version = 1\n")
-    return path
+def expected(python: str | None = None, extras: tuple[str, ...] = ("mcore", "vllm")) -> Environment:
+    workspace = Workspace(os.environ["RL_ACTOR_ENVS_WORKSPACE"])
+    return actor_environment("a.Worker", extras, workspace, python)
 
 
-def name_of(actor: str, extras: list[str], lock: Path, python: str | None = None) -> str:
-    return environment_name(actor=actor, extras=extras, lock=lock_hash(lock), python=python or python_tag())
+def complete(environment: Environment) -> str:
+    """Make an environment look finished; returns its root."""
+    os.makedirs(os.path.dirname(environment.interpreter))
+    Path(environment.root, "pyvenv.cfg").write_text("home = /usr/bin\n")
+    os.symlink(sys.executable, environment.interpreter)
+    environment.mark(COMPLETE)
+    return environment.root
 
 
-def build(name: str) -> Path:
-    root = Path(environments_directory()) / name
-    (root / "bin").mkdir(parents=True)
-    (root / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    (root / "bin" / "python").symlink_to(sys.executable)
-    return root
-
-
-def test_i2_the_variables_name_the_root_directory_and_not_the_interpreter(lock: Path) -> None:
-    root = build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    made = make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
-    assert made == {
+def test_i2_the_variables_name_the_root_directory_and_not_the_interpreter() -> None:
+    root = complete(expected())
+    assert make_actor_runtime_env("a.Worker", registry=REGISTRY) == {
         "py_executable": f"{root}/bin/python",
-        "env_vars": {"VIRTUAL_ENV": str(root), "UV_PROJECT_ENVIRONMENT": str(root)},
+        "env_vars": {"VIRTUAL_ENV": root, "UV_PROJECT_ENVIRONMENT": root},
     }
-
-
-def test_a_relative_directory_becomes_absolute(
-    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RL_ACTOR_ENVS_DIR", "here")
-    root = build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    made = make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
-    assert root == tmp_path / "here" / root.name
-    assert made["env_vars"]["VIRTUAL_ENV"] == str(root)
 
 
 @pytest.mark.parametrize("actor", [*ACTOR_ENVIRONMENTS, "a.Worker", "a.Driver"])
@@ -77,35 +79,64 @@ def test_i3_under_the_flag_every_actor_gets_the_drivers_interpreter_unchanged_an
         monkeypatch.setattr(module, attribute, refuse)
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
     registry = ActorRegistry({**ACTOR_ENVIRONMENTS, **TABLE})
-    assert make_actor_runtime_env(actor, registry=registry) == {
-        "py_executable": sys.executable,
-        "env_vars": {},
-    }
+    for build in (False, True):
+        made = make_actor_runtime_env(actor, registry=registry, build=build)
+        assert made == {"py_executable": sys.executable, "env_vars": {}}
 
 
-def test_an_actor_without_extras_row_gets_the_drivers_interpreter_without_any_flag() -> None:
-    made = make_actor_runtime_env("a.Driver", registry=ActorRegistry(TABLE))
+@pytest.mark.parametrize("case", ["environment", "driver", "flag"])
+def test_i4_the_callers_variables_pass_through_unchanged(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = complete(expected())
+    if case == "flag":
+        monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
+    given = {"PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "1"}
+    actor = "a.Driver" if case == "driver" else "a.Worker"
+    made = make_actor_runtime_env(actor, env_vars=given, registry=REGISTRY)["env_vars"]
+    own = {"VIRTUAL_ENV": root, "UV_PROJECT_ENVIRONMENT": root} if case == "environment" else {}
+    assert made == {**given, **own}
+    assert given == {"PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("name", ["VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"])
+@pytest.mark.parametrize("actor", ["a.Worker", "a.Driver"])
+def test_variables_that_the_table_decides_are_refused_from_the_caller(name: str, actor: str) -> None:
+    complete(expected())
+    with pytest.raises(ActorEnvironmentError, match=name) as caught:
+        make_actor_runtime_env(actor, env_vars={name: "/x"}, registry=REGISTRY)
+    assert caught.value.actor == actor
+
+
+def test_variables_that_are_no_strings_are_refused() -> None:
+    with pytest.raises(ActorEnvironmentError, match="'N': 1"):
+        make_actor_runtime_env("a.Driver", env_vars={"N": 1}, registry=REGISTRY)  # type: ignore[dict-item]
+
+
+def test_an_actor_without_extras_row_gets_the_drivers_interpreter_without_flag_or_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RL_ACTOR_ENVS_WORKSPACE", "/nowhere")
+    made = make_actor_runtime_env("a.Driver", registry=REGISTRY)
     assert made == {"py_executable": sys.executable, "env_vars": {}}
 
 
 def test_a_process_that_does_not_know_its_interpreter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(ActorEnvironmentError, match=r"a\.Driver"):
-        make_actor_runtime_env("a.Driver", registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Driver", registry=REGISTRY)
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_the_flag_can_be_off(value: str, monkeypatch: pytest.MonkeyPatch, lock: Path) -> None:
+def test_the_flag_can_be_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", value)
     with pytest.raises(MissingEnvironmentError):
-        make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
 
 
 @pytest.mark.parametrize("value", ["true", "yes", "2", " 1"])
 def test_a_flag_of_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", value)
     with pytest.raises(ActorEnvironmentError, match="RL_ACTOR_ENVS_SYSTEM"):
-        make_actor_runtime_env("a.Driver", registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Driver", registry=REGISTRY)
 
 
 def test_the_flag_is_read_in_one_place() -> None:
@@ -115,92 +146,108 @@ def test_the_flag_is_read_in_one_place() -> None:
     assert reading == spelling == ["system.py"]
 
 
-def test_an_environment_that_is_not_built_names_actor_place_and_remedies(lock: Path) -> None:
+def test_an_environment_that_is_not_built_names_actor_place_and_remedies() -> None:
     with pytest.raises(MissingEnvironmentError) as caught:
-        make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
     message = str(caught.value)
-    root = Path(environments_directory()) / name_of("a.Worker", ["mcore", "vllm"], lock)
-    for part in ("a.Worker", str(root), "--extra mcore --extra vllm", "RL_ACTOR_ENVS_SYSTEM=1"):
+    for part in ("a.Worker", expected().root, "--extra mcore --extra vllm", "RL_ACTOR_ENVS_SYSTEM=1"):
         assert part in message
     assert caught.value.actor == "a.Worker"
+    assert not Path(expected().root).parent.exists()
 
 
-@pytest.mark.parametrize("missing", ["pyvenv.cfg", "bin/python"])
-def test_a_half_built_environment_is_not_used(missing: str, lock: Path) -> None:
-    root = build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    (root / missing).unlink()
-    with pytest.raises(MissingEnvironmentError, match=missing):
-        make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
+def test_the_command_for_an_actor_of_the_table_names_it() -> None:
+    (actor,) = (actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras)
+    with pytest.raises(MissingEnvironmentError, match=r"prefetch --only " + actor) as caught:
+        make_actor_runtime_env(actor)
+    assert shlex.quote(sys.executable) in str(caught.value)
 
 
-def test_i5_changed_extras_do_not_reuse_the_old_environment(lock: Path) -> None:
-    build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
-    changed = ActorRegistry({"a.Worker": ["mcore"]})
+def test_for_another_python_the_command_is_that_pythons() -> None:
+    with pytest.raises(MissingEnvironmentError, match=r" python3\.9 -m rl_actor_envs"):
+        make_actor_runtime_env("a.Worker", registry=REGISTRY, python="cpython-3.9.1")
+
+
+@pytest.mark.parametrize("missing", ["pyvenv.cfg", "bin/python", *sorted(MARKERS - {"building.json"})])
+def test_a_half_built_environment_is_not_used(missing: str) -> None:
+    root = Path(complete(expected()))
+    if missing == "dependencies.json":
+        (root / COMPLETE).rename(root / missing)
+    else:
+        (root / missing).unlink()
+    with pytest.raises(MissingEnvironmentError, match=COMPLETE if "json" in missing else missing):
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"actor": "a.Other"}', "\udcff"])
+def test_an_environment_with_a_damaged_mark_is_not_used(text: str) -> None:
+    root = Path(complete(expected()))
+    (root / COMPLETE).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(MissingEnvironmentError, match=COMPLETE):
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
+
+
+@pytest.mark.parametrize("fact", ["actor", "extras", "lock", "python", "workspace"])
+def test_i5_an_environment_whose_mark_says_another_thing_is_not_used(fact: str) -> None:
+    environment = expected()
+    complete(environment)
+    environment.mark(COMPLETE, **{fact: "another"})
+    with pytest.raises(MissingEnvironmentError, match=f"{fact}='another'"):
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
+
+
+def test_i5_changed_extras_do_not_reuse_the_old_environment() -> None:
+    complete(expected())
+    make_actor_runtime_env("a.Worker", registry=REGISTRY)
+    for extras in (["mcore"], ["vllm", "mcore"], ["mcore", "vllm", "gym"]):
+        with pytest.raises(MissingEnvironmentError):
+            make_actor_runtime_env("a.Worker", registry=ActorRegistry({"a.Worker": extras}))
+
+
+def test_i5_a_changed_lock_does_not_reuse_the_old_environment(root: Path) -> None:
+    complete(expected())
+    (root / "uv.lock").write_text("version = 2\n")
     with pytest.raises(MissingEnvironmentError):
-        make_actor_runtime_env("a.Worker", lock=lock, registry=changed)
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
 
 
-def test_i5_a_changed_lock_does_not_reuse_the_old_environment(lock: Path) -> None:
-    build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    lock.write_text("version = 2\n")
+def test_i5_another_python_does_not_reuse_the_old_environment() -> None:
+    root = complete(expected(python="cpython-3.12.1"))
     with pytest.raises(MissingEnvironmentError):
-        make_actor_runtime_env("a.Worker", lock=lock, registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
+    made = make_actor_runtime_env("a.Worker", registry=REGISTRY, python="cpython-3.12.1")
+    assert made["env_vars"]["VIRTUAL_ENV"] == root
 
 
-def test_i5_another_python_does_not_reuse_the_old_environment(lock: Path) -> None:
-    root = build(name_of("a.Worker", ["mcore", "vllm"], lock, python="cpython-3.12.1"))
-    registry = ActorRegistry(TABLE)
+def test_i5_another_workspace_does_not_reuse_the_old_environment(root: Path) -> None:
+    complete(expected())
+    other = root.rename(root.with_name("moved"))
     with pytest.raises(MissingEnvironmentError):
-        make_actor_runtime_env("a.Worker", lock=lock, registry=registry)
-    made = make_actor_runtime_env("a.Worker", lock=lock, registry=registry, python="cpython-3.12.1")
-    assert made["env_vars"]["VIRTUAL_ENV"] == str(root)
+        make_actor_runtime_env("a.Worker", registry=REGISTRY, workspace=other)
 
 
-def test_i5_each_part_of_the_identity_changes_the_name() -> None:
-    base = {"actor": "a.Worker", "extras": ["x", "y"], "lock": "l", "python": "p"}
-    names = {environment_name(**base)}  # type: ignore[arg-type]
-    for change in (
-        {"actor": "b.Worker"},
-        {"extras": ["x"]},
-        {"extras": ["xy"]},
-        {"extras": ["x", "y", ""]},
-        {"lock": "m"},
-        {"python": "q"},
-    ):
-        names.add(environment_name(**{**base, **change}))  # type: ignore[arg-type]
-    assert len(names) == 7
-    assert all(name.startswith("Worker-") for name in names)
+def test_without_a_workspace_the_error_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_ACTOR_ENVS_WORKSPACE", "/nowhere")
+    with pytest.raises(WorkspaceError, match="RL_ACTOR_ENVS_WORKSPACE"):
+        make_actor_runtime_env("a.Worker", registry=REGISTRY)
 
 
-def test_the_python_tag_is_that_of_this_interpreter() -> None:
-    assert python_tag() == f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
-
-
-def test_the_lock_may_come_from_the_environment(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_ACTOR_ENVS_LOCK", str(lock))
-    root = build(name_of("a.Worker", ["mcore", "vllm"], lock))
-    made = make_actor_runtime_env("a.Worker", registry=ActorRegistry(TABLE))
-    assert made["py_executable"] == f"{root}/bin/python"
-
-
-def test_without_a_lock_the_error_says_how_to_name_one() -> None:
-    with pytest.raises(ActorEnvironmentError, match=r"lock=.*RL_ACTOR_ENVS_LOCK"):
-        make_actor_runtime_env("a.Worker", registry=ActorRegistry(TABLE))
-
-
-def test_a_lock_that_cannot_be_read_keeps_its_cause(tmp_path: Path) -> None:
-    with pytest.raises(ActorEnvironmentError, match=r"gone\.lock") as caught:
-        make_actor_runtime_env("a.Worker", lock=tmp_path / "gone.lock", registry=ActorRegistry(TABLE))
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
+@pytest.mark.parametrize("actor", ["a.Worker", "a.Driver", "a.Wroker"])
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_the_fingerprint_is_checked_before_anything_else(
+    actor: str, flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    complete(expected())
+    monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", flag)
+    monkeypatch.setenv("RL_ACTOR_ENVS_FINGERPRINT", str(tmp_path / "nothing.json"))
+    with pytest.raises(FingerprintMismatchError):
+        make_actor_runtime_env(actor, registry=REGISTRY)
 
 
 def test_a_class_stands_for_its_full_name() -> None:
-    full = f"{Worker.__module__}.Worker"
-    assert actor_name(Worker) == full
-    registry = ActorRegistry({})
+    assert actor_name(Worker) == f"{Worker.__module__}.Worker"
     with pytest.raises(UnknownActorError, match="Worker"):
-        make_actor_runtime_env(Worker, registry=registry)
+        make_actor_runtime_env(Worker, registry=ActorRegistry({}))
 
 
 def test_what_is_neither_class_nor_name_is_refused() -> None:
@@ -211,13 +258,9 @@ def test_what_is_neither_class_nor_name_is_refused() -> None:
 def test_unknown_actors_are_errors_even_under_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
     with pytest.raises(UnknownActorError):
-        make_actor_runtime_env("a.Wroker", registry=ActorRegistry(TABLE))
+        make_actor_runtime_env("a.Wroker", registry=REGISTRY)
 
 
-def test_the_default_directory_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RL_ACTOR_ENVS_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert environments_directory() == str(tmp_path / "cache" / "rl-actor-envs")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert environments_directory() == str(tmp_path / ".cache" / "rl-actor-envs")
+def test_the_environment_of_an_actor_is_known_before_it_is_built() -> None:
+    assert environment_of("a.Worker", registry=REGISTRY) == expected()
+    assert environment_of("a.Driver", registry=REGISTRY) is None

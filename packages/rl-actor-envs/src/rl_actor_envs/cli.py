@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .errors import ActorEnvironmentError, RowsError
+from .errors import ActorEnvironmentError, RowsError, UnknownActorError
 
 if TYPE_CHECKING:
     import argparse
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.verb(options)
-    except RowsError as error:
+    except (RowsError, UnknownActorError) as error:
         sys.stderr.write(f"rl-actor-envs: {error}\n")
         return 2
     except ActorEnvironmentError as error:
@@ -39,9 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     prefetch.set_defaults(verb=_prefetch)
     prefetch.add_argument("--rows", metavar="FILE", help="rows as table.py prints them; - is standard input")
     prefetch.add_argument("--stage", default="all", help="all, deps or trtllm")
-    prefetch.add_argument(
-        "--skip", action="append", default=[], metavar="EXTRA", help="not those with this extra"
-    )
+    prefetch.add_argument("--skip", action="append", default=[], metavar="EXTRA", help="not with this extra")
+    prefetch.add_argument("--only", action="append", default=[], metavar="ACTOR", help="of this actor")
 
     driver = verbs.add_parser("driver", help="build the environment that the commands themselves run in")
     driver.set_defaults(verb=_driver)
@@ -78,19 +77,19 @@ def _prefetch(options: argparse.Namespace) -> int:
     from .rows import chosen_extras
     from .workspace import find_workspace
 
-    table = chosen_extras(options.rows, stage=options.stage, skip=options.skip)
+    table = chosen_extras(options.rows, stage=options.stage, skip=options.skip, only=options.only)
     if not table:
         skipped = f" without {', '.join(options.skip)}" if options.skip else ""
-        sys.stdout.write(f"nothing to build: no environment of stage {options.stage}{skipped}\n")
+        sys.stdout.write(f"nothing to build: there is no environment of stage {options.stage}{skipped}\n")
         return 0
-    return 1 if prefetch(table, find_workspace(), options.phase).failed else 0
+    return 1 if prefetch(table, find_workspace(), options.phase) else 0
 
 
 def _driver(options: argparse.Namespace) -> int:
     from .prefetch import prefetch_driver
     from .workspace import find_workspace
 
-    return 1 if prefetch_driver(options.directory, find_workspace(), options.phase).failed else 0
+    return 0 if prefetch_driver(options.directory, find_workspace(), options.phase) else 1
 
 
 def _path(options: argparse.Namespace) -> int:
@@ -108,6 +107,7 @@ def _fingerprint(options: argparse.Namespace) -> int:
         write_fingerprint(options.write)
     elif options.check:
         check_fingerprint(options.check)
+        sys.stdout.write(f"{options.check} is the fingerprint of what is here\n")
     else:
         sys.stdout.write(fingerprint().to_json())
     return 0

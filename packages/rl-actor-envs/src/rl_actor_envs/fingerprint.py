@@ -91,17 +91,20 @@ def check_fingerprint(
     """Compare the present fingerprint with the recorded one.
 
     Args:
-        recorded: file with it, by default the one that ``RL_ACTOR_ENVS_FINGERPRINT`` names; where neither is
-            given there is nothing to compare.
+        recorded: file with it, which is then compared whatever the variables say; by default the one that
+            ``RL_ACTOR_ENVS_FINGERPRINT`` names, and where that is unset there is nothing to compare.
         workspace: whose fingerprint to take.
 
     Raises:
-        FingerprintMismatchError: they differ, and ``RL_ACTOR_ENVS_IGNORE_FINGERPRINT`` is not exactly ``1``.
+        FingerprintMismatchError: they differ, or the recorded one cannot be read, unless
+            ``RL_ACTOR_ENVS_IGNORE_FINGERPRINT`` is exactly ``1``.
         WorkspaceError: there is no workspace.
     """
-    path = recorded or os.environ.get(FINGERPRINT_VARIABLE)
-    if not path or os.environ.get(IGNORE_VARIABLE) == "1":
-        return
+    path = recorded
+    if path is None:
+        path = os.environ.get(FINGERPRINT_VARIABLE)
+        if not path or os.environ.get(IGNORE_VARIABLE) == "1":
+            return
     was, now = read_fingerprint(path), fingerprint(workspace)
     if was.digest == now.digest:
         return

@@ -12,7 +12,11 @@ from .table import ACTOR_ENVIRONMENTS, build_rows, stage_of
 
 
 def chosen_extras(
-    rows: str | os.PathLike[str] | None = None, *, stage: str = "all", skip: Collection[str] = ()
+    rows: str | os.PathLike[str] | None = None,
+    *,
+    stage: str = "all",
+    skip: Collection[str] = (),
+    only: Collection[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Actor → extras of every environment to build, sorted by actor.
 
@@ -20,9 +24,11 @@ def chosen_extras(
         rows: file of rows as ``table.py`` prints them (``-``: standard input), by default the table itself.
         stage: ``all``, ``deps`` or ``trtllm``.
         skip: leave out environments with one of these extras.
+        only: leave out environments of other actors than these, if any is named.
 
     Raises:
-        RowsError: unknown stage or extra, or a file that cannot be read, is empty, or holds something else.
+        RowsError: unknown stage, extra or actor, or a file that cannot be read, is empty, or holds something
+            else.
     """
     table = ACTOR_ENVIRONMENTS if rows is None else read_rows(rows)
     try:
@@ -30,7 +36,10 @@ def chosen_extras(
         chosen = [actor for actor, _, _ in build_rows(table, stage=stage, skip=skip)]
     except (ActorEnvironmentError, ValueError) as error:
         raise RowsError(str(error)) from error
-    return {actor: registry.extras_of(actor) or () for actor in chosen}
+    for actor in only:
+        if table.get(actor) is None:
+            raise RowsError(f"{actor!r} has no environment of its own here; there are: {', '.join(chosen)}")
+    return {actor: registry.extras_of(actor) or () for actor in chosen if not only or actor in only}
 
 
 def read_rows(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:

@@ -10,9 +10,10 @@ from typing import TypedDict
 from .environment import Environment, actor_environment
 from .errors import ActorEnvironmentError, MissingEnvironmentError
 from .fingerprint import check_fingerprint
+from .identity import python_tag
 from .registry import ActorRegistry, shared_registry
 from .system import SYSTEM_FLAG, system_interpreter_forced
-from .table import stage_of
+from .table import ACTOR_ENVIRONMENTS, stage_of
 from .workspace import DIRECTORY_VARIABLE, WORKSPACE_VARIABLE, find_workspace
 
 _DECIDED_HERE = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
@@ -118,18 +119,28 @@ def actor_name(actor: str | type) -> str:
 
 
 def prefetch_command(environment: Environment) -> str:
-    """The shell command that builds one environment, whoever runs it wherever."""
+    """The shell command that builds one environment, wherever it is run."""
     import shlex
 
-    flags = " ".join(f"--extra {extra}" for extra in environment.extras)
-    row = shlex.quote(f"{environment.actor}\\t{stage_of(environment.extras)}\\t{flags}\\n")
     places = {
         WORKSPACE_VARIABLE: environment.workspace,
         DIRECTORY_VARIABLE: os.path.dirname(environment.root),
     }
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in places.items())
-    python = shlex.quote(sys.executable or "python")
-    return f"printf {row} | {settings} {python} -m rl_actor_envs prefetch --rows -"
+    own = environment.python == python_tag()
+    python = shlex.quote(sys.executable or "python") if own else f"python{_series(environment.python)}"
+    command = f"{settings} {python} -m rl_actor_envs prefetch"
+    if ACTOR_ENVIRONMENTS.get(environment.actor) == list(environment.extras):
+        return f"{command} --only {environment.actor}"
+    # Known to this process alone, by registration.
+    flags = " ".join(f"--extra {extra}" for extra in environment.extras)
+    row = f"{environment.actor}\\t{stage_of(environment.extras)}\\t{flags}\\n"
+    return f"printf {shlex.quote(row)} | {command} --rows -"
+
+
+def _series(python: str) -> str:
+    """``3.11`` of ``cpython-3.11.7``."""
+    return ".".join(python.rpartition("-")[2].split(".")[:2])
 
 
 def _checked_variables(env_vars: Mapping[str, str], actor: str) -> dict[str, str]:
