@@ -63,8 +63,9 @@ def test_a_changed_lock_is_a_fingerprint_mismatch_inside(built):
 def test_an_environment_that_cannot_be_installed_fails_the_build_by_name(built, edited):
     """A wrong hash in the lock: both environments are attempted, both are named."""
     lock = edited / "uv.lock"
-    before, name, after = lock.read_text().partition('name = "safetensors"')
+    before, name, after = lock.read_text().partition('[[package]]\nname = "safetensors"')
     block, _, rest = after.partition("[[package]]")
+    assert block.count("sha256:") > 3
     lock.write_text(
         before + name + re.sub(r"sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, block) + "[[package]]" + rest
     )
