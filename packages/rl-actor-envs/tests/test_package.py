@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -46,6 +47,23 @@ def test_only_light_modules_of_the_standard_library_are_imported(module: str) ->
     foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"rl_actor_envs"}
     assert foreign == set()
     assert loaded & set(HEAVY) == set()
+
+
+def test_no_file_names_a_module_from_elsewhere_not_even_inside_a_function() -> None:
+    named = {
+        name
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    assert named
+    assert {name.partition(".")[0] for name in named} - sys.stdlib_module_names == set()
 
 
 def test_importing_the_package_loads_nothing_of_it_but_its_version() -> None:

@@ -120,3 +120,8 @@ def test_undeclared_extras_stop_the_script_naming_actor_and_extra(capsys: pytest
     assert captured.out == ""
     assert "a.C" in captured.err
     assert "'cuda'" in captured.err
+
+
+def test_the_tables_values_are_lists_of_names_or_none() -> None:
+    for extras in ACTOR_ENVIRONMENTS.values():
+        assert extras is None or (type(extras) is list and all(type(extra) is str for extra in extras))

@@ -178,8 +178,6 @@ class _Build:
                 f"{environment.project.lock} changed while the environment of {environment.actor} was built "
                 f"from it; build again"
             )
-        # uv does not wait for the disk, and the mark must not get there first.
-        os.sync()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         environment.mark(marker, torch=_torch_version(environment.root), time=now)
         os.unlink(os.path.join(environment.root, BUILDING))
