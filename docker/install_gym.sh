@@ -10,17 +10,13 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
     exit 1
 fi
 uv venv --quiet --no-project --no-python-downloads --python "$python" "$root"
-uv pip install --quiet --python "$root/bin/python" --requirement "$here/gym.txt"
+uv pip sync --quiet --require-hashes --python "$root/bin/python" "$here/gym.txt"
 
-# Gym looks for an environment per server; one serves them all.
-servers=$root/servers
-link() {
-    mkdir -p "$servers/$1/$2"
-    ln -sfn "$root" "$servers/$1/$2/.venv"
-}
-packages=$("$root/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-for kind in resources_servers responses_api_agents responses_api_models; do
-    for server in "$packages/$kind"/*/; do
-        test -f "$server/app.py" && link "$kind" "$(basename "$server")"
-    done
-done
+# Gym looks for an environment per server. This one serves all whose requirements it satisfies; for any other Gym
+# makes one of its own when it starts.
+"$root/bin/python" "$here/gym_servers.py" >"$root/servers.txt"
+test -s "$root/servers.txt"
+while read -r server; do
+    mkdir -p "$root/servers/$server"
+    ln -sfn "$root" "$root/servers/$server/.venv"
+done <"$root/servers.txt"

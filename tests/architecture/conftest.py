@@ -30,7 +30,7 @@ def copied_workspace(root: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "workspace"
     copy.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "tests", "dist", ".venv")
-    for folder in ("packages", "apps", "tools"):
+    for folder in ("packages", "apps", "tools", "docker"):
         shutil.copytree(root / folder, copy / folder, ignore=ignore)
     for name in ("pyproject.toml", "hatch.toml", "uv.lock", "LICENSE"):
         shutil.copy(root / name, copy / name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.lock.neutral import REGISTRY, addresses, neutralise
-from tools.lock.workspace import EXPORTS, PROJECTS, LockError, Workspace
+from tools.lock.workspace import EXPORTS, GYM_INPUT, GYM_PINS, PROJECTS, LockError, Workspace
 
 WITH_ADDRESSES = """
 source = { registry = "https://index.example/simple" }
@@ -68,7 +68,9 @@ def test_an_address_in_a_lock_is_seen(copied_workspace: Path, folder: str) -> No
         ("apps/container/trtllm/pyproject.toml", "trtllm = [", "apps/container/trtllm/uv.lock"),
     ],
 )
-def test_a_changed_declaration_is_seen(copied_workspace: Path, declaration: str, entry: str, lock: str) -> None:
+def test_a_changed_declaration_is_seen(
+    copied_workspace: Path, declaration: str, entry: str, lock: str
+) -> None:
     file = copied_workspace / declaration
     text = file.read_text()
     assert entry in text
@@ -94,16 +96,27 @@ def test_a_native_lock_is_made_on_demand_and_taken_back(copied_workspace: Path) 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_a_changed_pin_is_seen(copied_workspace: Path, name: str) -> None:
     pins = copied_workspace / name
-    pins.write_text(pins.read_text().replace("uv==", "uv==0.", 1))
+    pins.write_text(pins.read_text().replace("==", "==0.", 1))
     with pytest.raises(LockError, match=f"{name} is not what uv.lock gives"):
         Workspace(copied_workspace).check()
 
 
+def test_a_changed_wish_of_gym_is_seen(copied_workspace: Path) -> None:
+    wishes = copied_workspace / GYM_INPUT
+    wishes.write_text(wishes.read_text() + "six\n")
+    with pytest.raises(LockError, match=f"{GYM_PINS} was not made from {GYM_INPUT}: run `hatch run lock`"):
+        Workspace(copied_workspace).check()
+
+
 def test_every_pin_is_hashed(root: Path) -> None:
-    for name in EXPORTS:
-        entries = (root / name).read_text().replace("\\\n", " ").splitlines()
+    for name in (*EXPORTS, GYM_PINS):
+        text = (root / name).read_text()
+        assert addresses(text) == []
+        entries = text.replace("\\\n", " ").splitlines()
         assert entries
-        assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+        assert [
+            entry for entry in entries if "--hash=sha256:" not in entry and not entry.startswith("#")
+        ] == []
 
 
 def test_torch_has_one_version_in_the_workspace(root: Path) -> None:

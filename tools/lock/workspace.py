@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -36,6 +37,10 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 #: is another file than the registry's.
 UNHASHED = "torch"
 
+
+#: NeMo Gym's environment has another Python than the workspace, so it is resolved by itself
+GYM_INPUT, GYM_PINS = "docker/gym.in", "docker/gym.txt"
+GYM_PYTHON = "3.12"
 
 #: pinned exactly by the declarations
 FIXED = "uv"
@@ -75,6 +80,7 @@ class Workspace:
             target = self.root / name
             target.parent.mkdir(exist_ok=True)
             target.write_text(self.export(selection))
+        self._write_gym_pins(upgrade)
 
     def write_native(self) -> None:
         """Put the addresses back into the workspace's lock, so that plain `uv sync` works with it.
@@ -101,6 +107,8 @@ class Workspace:
         for name, selection in EXPORTS.items():
             if (self.root / name).read_text() != self.export(selection):
                 raise LockError(f"{name} is not what uv.lock gives: run `hatch run lock`")
+        if (self.root / GYM_PINS).read_text().partition("\n")[0] != self._gym_origin():
+            raise LockError(f"{GYM_PINS} was not made from {GYM_INPUT}: run `hatch run lock`")
 
     def export(self, selection: tuple[str, ...]) -> str:
         """Return the hashed requirements of `selection`, without the members and torch."""
@@ -114,6 +122,27 @@ class Workspace:
             f"--no-emit-package={UNHASHED}",
             *selection,
         )
+
+    def _write_gym_pins(self, upgrade: tuple[str, ...]) -> None:
+        self._uv(
+            "pip",
+            "compile",
+            "--quiet",
+            "--generate-hashes",
+            "--no-header",
+            "--no-annotate",
+            f"--python-version={GYM_PYTHON}",
+            "--python-platform=x86_64-unknown-linux-gnu",
+            *(f"--upgrade-package={name}" for name in upgrade),
+            GYM_INPUT,
+            f"--output-file={GYM_PINS}",
+        )
+        pins = self.root / GYM_PINS
+        pins.write_text(f"{self._gym_origin()}\n{pins.read_text()}")
+
+    def _gym_origin(self) -> str:
+        digest = hashlib.sha256((self.root / GYM_INPUT).read_bytes()).hexdigest()
+        return f"# {GYM_INPUT} {digest}"
 
     def _uv(self, *arguments: str, folder: str = ".") -> str:
         # Settings of the person's machine (mirrors, local wheels, constraints) must not shape the lock.
