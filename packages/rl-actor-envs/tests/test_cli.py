@@ -197,6 +197,12 @@ def test_the_drivers_environment_is_built_where_it_is_told(mini: Any) -> None:
     assert (mini.root / "uv.lock").exists()
 
 
+def test_a_log_that_cannot_hold_every_character_does_not_fail_a_build(mini: Any) -> None:
+    done = mini.cli("prefetch", "--rows", mini.rows(("a.First", "gym")), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "built in" in done.stdout
+
+
 def test_without_a_workspace_it_ends_with_1_and_says_how_to_name_one(mini: Any) -> None:
     done = mini.cli("prefetch", RL_ACTOR_ENVS_WORKSPACE="/nowhere")
     assert (done.returncode, done.stdout) == (1, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rl_actor_envs.errors import LockTimeoutError
+from rl_actor_envs.locking import BuildLock
 
 PROCESSES = 24
 DEPENDENCIES, MEMBERS = " pip sync ", " pip install "
@@ -130,6 +134,30 @@ def test_who_waits_too_long_is_told_for_whom_and_where(mini: Any) -> None:
     hold.unlink()
     (root,) = results([mini.ask()])
     check(mini, root)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_lock_is_free_after_a_success_and_after_a_failure_when_every_child_has_ended(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_ACTOR_ENVS_BUILD_TIMEOUT_S", "0.2")
+    path = str(tmp_path / "x.lock")
+    with contextlib.suppress(ZeroDivisionError), BuildLock(path) as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
+        if fails:
+            raise ZeroDivisionError
+    try:
+        if fails:
+            with pytest.raises(LockTimeoutError), BuildLock(path):
+                pass
+        else:
+            with BuildLock(path):
+                pass
+    finally:
+        child.kill()
+        child.wait(timeout=60)
+    with BuildLock(path):
+        pass
 
 
 def test_an_interrupted_builder_ends_its_uv(mini: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,13 @@ HEAVY = ("asyncio", "subprocess", "multiprocessing", "threading", "concurrent", 
 
 def python(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd="/",
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -68,7 +68,10 @@ class BuildLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Not unlocked: a child that outlived its deadline may still have the file open and be at work.
+        if kind is None:
+            # All children have ended, but another thread may have forked a process that has the file open.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        # After a failure only closed: a child that could not be ended may still be at work.
         os.close(self._fd)
 
     def _take(self) -> bool:
