@@ -98,7 +98,7 @@ def test_the_command_that_a_missing_environment_is_told_with_builds_exactly_it(m
         "register('out.side.Judge', ['gym'])\n"
         f"for actor in ('out.side.Judge', {WORKER!r}):\n"
         "    try: print(make(actor)['env_vars']['VIRTUAL_ENV'])\n"
-        "    except Exception as error: print(str(error).splitlines()[1].strip())"
+        "    except Exception as error: print(str(error).split('`')[1])"
     )
 
     def run() -> list[str]:

@@ -19,8 +19,8 @@ from .config import ConfigError
 from .interrupts import Interrupted
 from .run_directory import RunDirectory
 
-# A line that a person still reads; the whole text is in the log.
-_LONGEST = 400
+# What a person still reads, a command to copy included; the whole text is in the log.
+_LONGEST = 800
 
 
 class ExitCode(IntEnum):

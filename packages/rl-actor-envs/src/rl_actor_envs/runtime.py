@@ -72,9 +72,9 @@ def make_actor_runtime_env(
         build_environment(environment)
     elif fault is not None:
         raise MissingEnvironmentError(
-            f"the environment of actor {name} is not built: {fault}; build it with\n"
-            f"    {prefetch_command(environment)}\n"
-            f"or set {SYSTEM_FLAG}=1 to run every actor on the driver's interpreter",
+            f"the environment of actor {name} is not built: {fault}; build it with "
+            f"`{prefetch_command(environment)}`, or set {SYSTEM_FLAG}=1 to run every actor on the driver's "
+            f"interpreter",
             actor=name,
         )
     root = environment.root
