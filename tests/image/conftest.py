@@ -58,6 +58,10 @@ def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Bui
     if reason is not None:
         pytest.skip(f"NO IMAGE WAS BUILT: {reason}")
     checkout = copy_of_checkout(root, tmp_path_factory.mktemp("checkout"))
+    # As under a umask of 077: the image has to run as any user all the same.
+    for folder in ("packages/rl-algorithms/src/rl_algorithms", "packages/rl-actor-envs/src/rl_actor_envs"):
+        for path in (checkout / folder, *(checkout / folder).glob("*.py")):
+            path.chmod(path.stat().st_mode & 0o700)
     with temporary_storage() as buildah:
         base = ensure_base(buildah, checkout)
         report, _ = build_image(

@@ -137,6 +137,51 @@ def test_j2_the_others_are_still_built_when_one_fails(scripts, recorder, failing
     assert [line.split()[2] for line in log.read_text().splitlines()] == ["prefetch", "driver"]
 
 
+UV = """#!/bin/sh
+# Makes environments without packages; has none for the extra "gym".
+case "$*" in
+*"--extra gym"*) echo "no such package" >&2; exit 2 ;;
+venv*)
+    for word in "$@"; do case $word in /*) root=$word ;; esac; done
+    mkdir -p "$root/bin" && touch "$root/pyvenv.cfg" "$root/bin/python"
+    ;;
+esac
+"""
+
+
+def test_j2_one_of_three_environments_fails(scripts, root, tmp_path):
+    """The other two and the driver's are built; the failed one alone is named; the build fails."""
+    build, workspace, programs = (tmp_path / name for name in ("build", "workspace", "bin"))
+    for folder in (build, workspace / "apps/container", programs):
+        folder.mkdir(parents=True)
+    script = build / "install_dependencies.sh"
+    script.write_text((scripts / script.name).read_text())
+    (build / "rl_actor_envs").symlink_to(root / "packages/rl-actor-envs/src/rl_actor_envs")
+    for name in ("uv.lock", "apps/container/pyproject.toml"):
+        (workspace / name).touch()
+    (programs / "uv").write_text(UV)
+    (programs / "uv").chmod(0o755)
+    rows = tmp_path / "rows.tsv"
+    rows.write_text(
+        "".join(f"pkg.{extra.title()}\tdeps\t--extra {extra}\n" for extra in ("gym", "mcore", "vllm"))
+    )
+    done = run(
+        script,
+        "deps",
+        ROWS=str(rows),
+        DRIVER=str(tmp_path / "driver"),
+        PATH=f"{programs}:{os.environ['PATH']}",
+        RL_ACTOR_ENVS_WORKSPACE=str(workspace),
+        RL_ACTOR_ENVS_DIR=str(tmp_path / "environments"),
+    )
+    assert done.returncode == 1, done.stderr
+    assert "pkg.Gym" in done.stderr
+    assert "pkg.Mcore" not in done.stderr
+    assert "pkg.Vllm" not in done.stderr
+    marked = {path.parent.name.partition("-")[0] for path in tmp_path.glob("**/dependencies.json")}
+    assert marked == {"Mcore", "Vllm", "driver"}
+
+
 def test_both_passes_read_the_same_list(scripts, recorder):
     python, log = recorder
     for stage in ("deps", "trtllm"):

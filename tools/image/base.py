@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tools.image.buildah import BUILD_TIMEOUT_S, Buildah, ImageError
+from tools.image.buildah import BUILD_TIMEOUT_S, Buildah, ImageError, run_in_session
 
 TAG = "localhost/rl-base:bookworm"
 SUITE = "bookworm"
@@ -56,14 +56,7 @@ def root_file_system() -> Path:
         str(part),
     ]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=BUILD_TIMEOUT_S,
-            check=False,
-        )
+        done = run_in_session(command, BUILD_TIMEOUT_S)
         if done.returncode:
             raise ImageError(f"mmdebstrap ended with {done.returncode}:\n{done.stderr.strip()[-2000:]}")
         part.replace(archive)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -16,6 +18,7 @@ from tools.image.buildah import Buildah
 #: what a build can leave out, each by its own argument
 SKIPPABLE = ("vllm", "trtllm", "mcore", "gym")
 
+_VERSION_FILE = "apps/grpo/src/rl_app_grpo/_version.py"
 _STEP = re.compile(r"(?:\[(\d+)/\d+\] )?STEP (\d+)/\d+: (.*)")
 _STAGE = re.compile(r"FROM \S+(?: AS (\S+))?")
 
@@ -62,7 +65,7 @@ def build_image(
 
     Raises ImageError when a step fails.
     """
-    flags = ["--build-arg", f"BASE_IMAGE={base}"]
+    flags = ["--build-arg", f"BASE_IMAGE={base}", *_labels(root)]
     for name in skip:
         flags += ["--build-arg", f"SKIP_{name.upper()}_BUILD=1"]
     if wheels is not None:
@@ -104,6 +107,25 @@ def steps_that_ran(log: str) -> dict[str, list[str]]:
                 ran[stage].append(" ".join(pending.split()))
             pending = ""
     return ran
+
+
+def _labels(root: Path) -> list[str]:
+    """Build arguments for the image's labels: the job's version, and the commit if there is one."""
+    flags: list[str] = []
+    version = re.search(r'__version__ = "(.+)"', (root / _VERSION_FILE).read_text())
+    if version:
+        flags += ["--build-arg", f"VERSION={version.group(1)}"]
+    if shutil.which("git"):
+        described = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if described.returncode == 0:
+            flags += ["--build-arg", f"REVISION={described.stdout.strip()}"]
+    return flags
 
 
 def count_links(folder: Path) -> dict[int, int]:

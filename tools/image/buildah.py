@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PACKAGES = {"buildah": "buildah", "runc": "runc", "mmdebstrap": "mmdebstrap"}
 BUILD_TIMEOUT_S = 3600.0
 COMMAND_TIMEOUT_S = 600.0
 _RETRIES = 2
+_KILL_GRACE_S = 10.0
 _LAST_LINES = 30
 # buildah runs from a sealed copy of itself; sealing fails now and then while another thread maps it.
 _PASSING = "sealing memfd copy"
@@ -42,6 +44,35 @@ def unavailable() -> str | None:
     return None
 
 
+def run_in_session(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command; one that is not done in time, or is interrupted, ends with all that it started.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        # Not until the pipes end: a child in a session of its own may hold them open.
+        child.wait(timeout=_KILL_GRACE_S)
+        raise
+    finally:
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
+
+
 @dataclass(frozen=True)
 class Buildah:
     """buildah with its images in `storage`, or in its own default place."""
@@ -60,16 +91,9 @@ class Buildah:
         return done.stdout
 
     def _run_once(self, arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        command = [*self._command(), *arguments]
         try:
-            return subprocess.run(
-                [*self._command(), *arguments],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
+            return run_in_session(command, timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ImageError(f"`{_shown(arguments)}` did not end within {timeout_s:.0f} s") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection
@@ -25,6 +26,7 @@ _IMPORT = (
 )
 # What a process may write at: nothing of the image itself.
 _WATCHED = ("opt", "usr")
+_STARTED = "tmp/started"
 
 
 def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str] = ()) -> list[str]:
@@ -38,16 +40,21 @@ def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str
     held: list[str] = []
     with buildah.container(image) as container:
         mount = Path(buildah.run("mount", container).strip())
+        _trace(mount)
         before = _listing(mount)
         rows = _check_records(buildah, root, container, skip)
         held.append(f"table, list of environments and fingerprint agree with the checkout ({len(rows)} rows)")
         for actor in rows:
             held.append(f"{_check_environment(buildah, container, actor)} imports {actor}")
+        shutil.rmtree(mount / _STARTED)
         buildah.execute(container, ["grpo", "validate"], user=_USER, env={"HOME": "/tmp"})
         said = buildah.execute(container, _JOB, user=_USER, env={"HOME": "/tmp"})
         if "summary    /tmp/run/summary.json" not in said:
             raise ImageError(f"{image}: grpo run ended without a summary:\n{said}")
-        held.append(f"grpo run trains as user {_USER}, its worker in the image's own environment")
+        started = sorted(os.listdir(mount / _STARTED)) if (mount / _STARTED).exists() else []
+        if not started:
+            raise ImageError(f"{image}: grpo run used no environment of an actor; its worker ran elsewhere")
+        held.append(f"grpo run trains as user {_USER}, its worker in {', '.join(started)}")
         changed = sorted(set(_listing(mount).items()) ^ set(before.items()))
         if changed:
             raise ImageError(
@@ -85,6 +92,16 @@ def _check_environment(buildah: Buildah, container: str, actor: str) -> str:
     if prefix.splitlines()[-1] != root:
         raise ImageError(f"{command} runs in {prefix}, not in {root}")
     return command
+
+
+def _trace(mount: Path) -> None:
+    """Let the interpreter of every actor's environment leave its name in a folder when it starts."""
+    for packages in (mount / "opt/rl/environments").glob("*/lib/python*/site-packages"):
+        name = packages.parents[2].name
+        line = (
+            f"import os; os.makedirs('/{_STARTED}', exist_ok=True); open('/{_STARTED}/{name}', 'a').close()"
+        )
+        (packages / "rl_image_trace.pth").write_text(line + "\n")
 
 
 def _listing(mount: Path) -> dict[str, tuple[int, int, int]]:
