@@ -20,8 +20,9 @@ find "$source" ! -type l ! -perm -004 -exec chmod a+rX {} +
 export PYTHONPATH=$source/packages/rl-actor-envs/src PYTHONDONTWRITEBYTECODE=1
 
 status=0
-"$python" -m rl_actor_envs prefetch --rows "$rows" || status=$?
-"$python" -m rl_actor_envs driver "$driver" || status=$?
+# The members alone: packages that the layers below lack are a fault, not something to install here.
+"$python" -m rl_actor_envs prefetch --rows "$rows" --phase members || status=$?
+"$python" -m rl_actor_envs driver "$driver" --phase members || status=$?
 test "$status" = 0 || exit "$status"
 
 "$python" -m rl_actor_envs wrappers "$commands" --rows "$rows"

@@ -13,6 +13,8 @@ from rl_actor_envs.fingerprint import fingerprint
 from tools.image.buildah import Buildah, ImageError
 
 _USER = "1000:1000"
+# Every image has it, and everybody may write there.
+_HOME = "/var/tmp"
 _SETTINGS = {
     "warm_start.steps": 2,
     "algorithm.steps": 1,
@@ -20,7 +22,7 @@ _SETTINGS = {
     "algorithm.group_size": 2,
     "data.held_out.size": 4,
 }
-_JOB = ["grpo", "run", "-o", "/tmp/run", *(f"{key}={value}" for key, value in _SETTINGS.items())]
+_JOB = ["grpo", "run", "-o", f"{_HOME}/run", *(f"{key}={value}" for key, value in _SETTINGS.items())]
 _IMPORT = (
     "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2]); print(sys.prefix)"
 )
@@ -47,9 +49,9 @@ def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str
         for actor in rows:
             held.append(f"{_check_environment(buildah, container, actor)} imports {actor}")
         shutil.rmtree(mount / _STARTED)
-        buildah.execute(container, ["grpo", "validate"], user=_USER, env={"HOME": "/tmp"})
-        said = buildah.execute(container, _JOB, user=_USER, env={"HOME": "/tmp"})
-        if "summary    /tmp/run/summary.json" not in said:
+        buildah.execute(container, ["grpo", "validate"], user=_USER, env={"HOME": _HOME})
+        said = buildah.execute(container, _JOB, user=_USER, env={"HOME": _HOME})
+        if f"summary    {_HOME}/run/summary.json" not in said:
             raise ImageError(f"{image}: grpo run ended without a summary:\n{said}")
         started = sorted(os.listdir(mount / _STARTED)) if (mount / _STARTED).exists() else []
         if not started:
