@@ -16,11 +16,14 @@ rows = {{
     "pkg.VllmWorker": ["mcore"],
     "pkg.Named_vllm": ["gym"],
     "pkg.Engine": ["vllm", "gym"],
+    "pkg.OnCpu": ["vllm-cpu"],
     "pkg.Trt": ["trtllm"],
     "pkg.Driver": None,
 }}
 sys.exit(module["main"](sys.argv[1:], rows))
 """
+
+FLAGS = ["SKIP_GYM_BUILD", "SKIP_MCORE_BUILD", "SKIP_TRTLLM_BUILD", "SKIP_VLLM_BUILD"]
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def test_the_list_holds_every_environment(scripts, table, tmp_path):
     rows = tmp_path / "rows.tsv"
     done = run(scripts / "write_rows.sh", str(rows), TABLE=str(table))
     assert done.returncode == 0, done.stderr
-    assert actors(rows) == ["pkg.Engine", "pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"]
+    assert actors(rows) == ["pkg.Engine", "pkg.Named_vllm", "pkg.OnCpu", "pkg.Trt", "pkg.VllmWorker"]
     assert done.stdout == rows.read_text()
 
 
@@ -65,11 +68,11 @@ def test_the_list_holds_every_environment(scripts, table, tmp_path):
     ("flags", "left"),
     [
         ({"SKIP_VLLM_BUILD": "1"}, ["pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"]),
-        ({"SKIP_GYM_BUILD": "1"}, ["pkg.Trt", "pkg.VllmWorker"]),
-        ({"SKIP_MCORE_BUILD": "1", "SKIP_TRTLLM_BUILD": "1"}, ["pkg.Engine", "pkg.Named_vllm"]),
+        ({"SKIP_GYM_BUILD": "1"}, ["pkg.OnCpu", "pkg.Trt", "pkg.VllmWorker"]),
+        ({"SKIP_MCORE_BUILD": "1", "SKIP_TRTLLM_BUILD": "1"}, ["pkg.Engine", "pkg.Named_vllm", "pkg.OnCpu"]),
         (
             {"SKIP_VLLM_BUILD": "0", "SKIP_TRTLLM_BUILD": ""},
-            ["pkg.Engine", "pkg.Named_vllm", "pkg.Trt", "pkg.VllmWorker"],
+            ["pkg.Engine", "pkg.Named_vllm", "pkg.OnCpu", "pkg.Trt", "pkg.VllmWorker"],
         ),
     ],
 )
@@ -86,16 +89,17 @@ def test_every_flag_of_the_build_is_one_that_the_script_reads(scripts):
         for line in (scripts / "Dockerfile").read_text().splitlines()
         if line.startswith("ARG SKIP_")
     ]
-    assert sorted(flags) == [f"SKIP_{name}_BUILD" for name in ("GYM", "MCORE", "TRTLLM", "VLLM")]
+    assert sorted(flags) == FLAGS
     text = (scripts / "write_rows.sh").read_text()
     assert [flag for flag in flags if f'skip {flag} "${{{flag}:-}}"' not in text] == []
 
 
+@pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("value", ["yes", "true", "2", "1 "])
-def test_a_flag_with_another_value_fails_the_build(scripts, table, tmp_path, value):
-    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), SKIP_GYM_BUILD=value)
+def test_a_flag_with_another_value_fails_the_build(scripts, table, tmp_path, flag, value):
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), **{flag: value})
     assert done.returncode == 2
-    assert f"SKIP_GYM_BUILD is '{value}'; set it to 1 or to 0" in done.stderr
+    assert f"{flag} is '{value}'; set it to 1 or to 0" in done.stderr
 
 
 def test_j1_a_generator_that_fails_fails_the_build(scripts, tmp_path):
@@ -107,16 +111,10 @@ def test_j1_a_generator_that_fails_fails_the_build(scripts, tmp_path):
 
 
 def test_an_empty_list_fails_the_build(scripts, table, tmp_path):
-    flags = {f"SKIP_{name}_BUILD": "1" for name in ("GYM", "MCORE", "TRTLLM", "VLLM")}
+    flags = dict.fromkeys(FLAGS, "1")
     done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), **flags)
     assert done.returncode == 1
     assert "no environment is left to build" in done.stderr
-
-
-def test_an_unknown_stage_fails_the_build(scripts):
-    done = run(scripts / "install_dependencies.sh", "everything")
-    assert done.returncode == 2
-    assert "unknown stage 'everything'; use deps or trtllm" in done.stderr
 
 
 @pytest.fixture
@@ -127,6 +125,14 @@ def recorder(tmp_path: Path):
     file.write_text(f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in *"$FAILING"*) exit 1 ;; esac\n')
     file.chmod(0o755)
     return file, log
+
+
+def test_an_unknown_stage_fails_the_build(scripts, recorder):
+    python, log = recorder
+    done = run(scripts / "install_dependencies.sh", "everything", PYTHON=str(python), FAILING="nothing")
+    assert done.returncode == 2
+    assert "unknown stage 'everything'; use deps or trtllm" in done.stderr
+    assert not log.exists()
 
 
 @pytest.mark.parametrize("failing", ["prefetch", "driver"])
@@ -206,10 +212,19 @@ def test_the_pass_for_tensorrt_llm_ends_early_when_its_rows_are_skipped(scripts,
     assert not (tmp_path / "environments").exists()
 
 
-def test_a_base_without_a_fit_python_is_refused(scripts, tmp_path):
-    old = tmp_path / "python"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
-    done = run(scripts / "install_uv.sh", str(old))
+@pytest.mark.parametrize(
+    "program",
+    [
+        "exit 127",
+        f"""exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 13); exec(sys.argv[1])" "$2" """,
+        f"""exec {sys.executable} -c "import sys; sys.modules['venv'] = None; exec(sys.argv[1])" "$2" """,
+    ],
+    ids=["none", "old", "without venv"],
+)
+def test_a_base_without_a_fit_python_is_refused(scripts, tmp_path, program):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    done = run(scripts / "install_uv.sh", str(python))
     assert done.returncode == 1
     assert "the base image needs Python 3.11 or newer" in done.stderr
