@@ -24,8 +24,8 @@ if test -f /run/secrets/uv-config; then
     export UV_CONFIG_FILE=/run/secrets/uv-config
 fi
 # Nothing is written when the image runs, under whatever user.
-export UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
-export PYTHONPATH=$here PYTHONDONTWRITEBYTECODE=1
+export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
+export PYTHONPATH="$here" PYTHONDONTWRITEBYTECODE=1
 
 status=0
 "$python" -m rl_actor_envs prefetch --rows "$rows" --stage "$stage" --phase dependencies || status=$?

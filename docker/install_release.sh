@@ -17,7 +17,7 @@ export UV_CACHE_DIR
 trap 'rm -rf "$UV_CACHE_DIR"' EXIT
 # A checkout keeps the rights that its owner's umask gave; the image runs as any user.
 find "$source" ! -type l ! -perm -004 -exec chmod a+rX {} +
-export PYTHONPATH=$source/packages/rl-actor-envs/src PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$source/packages/rl-actor-envs/src" PYTHONDONTWRITEBYTECODE=1
 
 status=0
 # The members alone: packages that the layers below lack are a fault, not something to install here.

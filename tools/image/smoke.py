@@ -28,7 +28,7 @@ _IMPORT = (
 )
 # What a process may write at: nothing of the image itself.
 _WATCHED = ("opt", "usr")
-_STARTED = "tmp/started"
+_STARTED = "var/tmp/started"
 
 
 def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str] = ()) -> list[str]:
