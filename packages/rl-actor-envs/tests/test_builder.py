@@ -393,3 +393,24 @@ def test_a_place_that_cannot_be_written_is_named(mini: Any, monkeypatch: pytest.
     with pytest.raises(BuildError, match=str(blocked)) as caught:
         build_environment(worker(mini))
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_folder_with_a_file_named_like_a_mark_is_not_ours(mini: Any, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / "environment.json").write_text('{"mine": 1}')
+    (place / "thesis.txt").write_text("precious")
+    done = mini.cli("driver", str(place), "--phase", "dependencies")
+    assert done.returncode == 1
+    assert "was not built here, so it is not replaced" in done.stderr + done.stdout
+    assert (place / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("phase", ["dependencies", "all"])
+def test_what_a_setting_sends_elsewhere_is_noticed(phase: str, mini: Any, tmp_path: Path) -> None:
+    config = tmp_path / "uv.toml"
+    config.write_text(f'[pip]\ntarget = "{tmp_path / "elsewhere"}"\n')
+    done = mini.cli("prefetch", "--phase", phase, UV_CONFIG_FILE=str(config))
+    assert done.returncode == 1
+    assert "look for a target, prefix or python in your uv.toml" in done.stderr + done.stdout
+    assert not list(mini.environments.glob("*/environment.json"))

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .contents import check_members, check_packages, torch_version
 from .deadline import Deadline, build_timeout_s
-from .environment import BUILDING, COMPLETE, DEPENDENCIES, MARKERS, Environment
+from .environment import BUILDING, COMPLETE, DEPENDENCIES, Environment
 from .errors import ActorEnvironmentError, BuildError
 from .identity import lock_hash, python_tag
 from .locking import BuildLock
@@ -103,7 +104,7 @@ class _Build:
 
         root = self._environment.root
         held = os.listdir(root) if os.path.lexists(root) else []
-        if held and not MARKERS & set(held):
+        if held and not self._environment.is_ours():
             raise BuildError(
                 f"{root} exists and was not built here, so it is not replaced; move it away or choose "
                 f"another place"
@@ -135,18 +136,25 @@ class _Build:
             within = self._file("constraints.txt", without_packages(locked, unhashed))
             wanted = self._file("unhashed.txt", pinned)
             self._pip("pip", "install", target, f"--constraints={within}", f"--requirement={wanted}")
+        if hashed or pinned:
+            check_packages(environment.root)
         self._finish(DEPENDENCIES)
 
     def _install_members(self) -> None:
         environment = self._environment
         folder = environment.project.folder
-        members = [member_folder(entry) for entry in self._export() if is_member(entry)]
+        members = [
+            os.path.normpath(os.path.join(folder, member_folder(entry)))
+            for entry in self._export()
+            if is_member(entry)
+        ]
         # From here on a killed builder leaves neither the old state nor the new one.
         os.replace(os.path.join(environment.root, DEPENDENCIES), os.path.join(environment.root, BUILDING))
         if members:
             backend = f"--build-constraints={os.path.join(environment.workspace, BUILD_CONSTRAINTS)}"
-            paths = [f"--editable={os.path.normpath(os.path.join(folder, member))}" for member in members]
+            paths = [f"--editable={member}" for member in members]
             self._pip("pip", "install", "--no-deps", f"--python={environment.interpreter}", backend, *paths)
+        check_members(environment.root, members)
         self._finish(COMPLETE)
 
     def _export(self, *arguments: str) -> list[str]:
@@ -179,12 +187,5 @@ class _Build:
                 f"from it; build again"
             )
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        environment.mark(marker, torch=_torch_version(environment.root), time=now)
+        environment.mark(marker, torch=torch_version(environment.root), time=now)
         os.unlink(os.path.join(environment.root, BUILDING))
-
-
-def _torch_version(root: str) -> str | None:
-    import glob
-
-    found = glob.glob(os.path.join(glob.escape(root), "lib", "python*", "site-packages", "torch-*.dist-info"))
-    return os.path.basename(found[0])[len("torch-") : -len(".dist-info")] if found else None

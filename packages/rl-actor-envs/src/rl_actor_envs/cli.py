@@ -108,9 +108,9 @@ def _path(options: argparse.Namespace) -> int:
 def _fingerprint(options: argparse.Namespace) -> int:
     from .fingerprint import check_fingerprint, fingerprint, write_fingerprint
 
-    if options.write:
+    if options.write is not None:
         write_fingerprint(options.write)
-    elif options.check:
+    elif options.check is not None:
         check_fingerprint(options.check)
         sys.stdout.write(f"{options.check} is the fingerprint of what is here\n")
     else:

@@ -86,6 +86,28 @@ class Environment(NamedTuple):
                 return f"{part} does not exist"
         return None
 
+    def is_ours(self) -> bool:
+        """Whether what lies at the root was built here, finished or not.
+
+        The names of the marks do not prove it: anybody may have an ``environment.json``.
+        """
+        import json
+
+        for marker in MARKERS:
+            path = os.path.join(self.root, marker)
+            if not os.path.isfile(path):
+                continue
+            if os.path.isfile(os.path.join(self.root, "pyvenv.cfg")):
+                return True
+            try:
+                with open(path, encoding="utf-8") as file:
+                    recorded = json.load(file)
+            except (OSError, ValueError):
+                continue
+            if isinstance(recorded, dict) and self.facts.keys() <= recorded.keys():
+                return True
+        return False
+
     def mark(self, marker: str, **more: object) -> None:
         """Write ``marker`` so that it is there completely or not at all.
 

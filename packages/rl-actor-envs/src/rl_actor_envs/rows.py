@@ -37,8 +37,10 @@ def chosen_extras(
     except (ActorEnvironmentError, ValueError) as error:
         raise RowsError(str(error)) from error
     for actor in only:
-        if table.get(actor) is None:
-            raise RowsError(f"{actor!r} has no environment of its own here; there are: {', '.join(chosen)}")
+        if actor not in chosen:
+            raise RowsError(
+                f"{actor!r} has no environment of its own here; there are: {', '.join(chosen) or 'none'}"
+            )
     return {actor: registry.extras_of(actor) or () for actor in chosen if not only or actor in only}
 
 

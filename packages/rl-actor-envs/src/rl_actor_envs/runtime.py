@@ -122,11 +122,17 @@ def prefetch_command(environment: Environment) -> str:
     """The shell command that builds one environment, wherever it is run."""
     import shlex
 
+    from .uv import TORCH_CHOICES
+
     places = {
         WORKSPACE_VARIABLE: environment.workspace,
         DIRECTORY_VARIABLE: os.path.dirname(environment.root),
     }
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in places.items())
+    # Which build of torch is meant belongs to the command: a shell of its own does not have the setting.
+    # An address is left out, since it may hold a password.
+    given = {name: os.environ.get(name, "") for name in TORCH_CHOICES}
+    chosen = {name: value for name, value in given.items() if value and "://" not in value}
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in {**places, **chosen}.items())
     own = environment.python == python_tag()
     python = shlex.quote(sys.executable or "python") if own else f"python{_series(environment.python)}"
     command = f"{settings} {python} -m rl_actor_envs prefetch"

@@ -29,7 +29,7 @@ _STRIPPED = frozenset(
     ]
 )
 #: Each chooses a build of torch that is another file than the lock's.
-_TORCH_CHOICES = ("UV_TORCH_BACKEND", "UV_FIND_LINKS")
+TORCH_CHOICES = ("UV_TORCH_BACKEND", "UV_FIND_LINKS")
 _LAST_LINES = 30
 _KILL_GRACE_S = 10.0
 
@@ -54,7 +54,7 @@ def find_uv() -> str:
 
 def torch_chosen() -> bool:
     """Whether the person has chosen another build of torch than the lock's."""
-    return any(os.environ.get(name) for name in _TORCH_CHOICES)
+    return any(os.environ.get(name) for name in TORCH_CHOICES)
 
 
 class Uv:
