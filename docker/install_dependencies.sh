@@ -4,9 +4,9 @@
 set -eu
 stage=$1
 here=$(dirname "$0")
-rows=${ROWS:-/opt/rl/rows.tsv}
-python=${PYTHON:-/opt/rl/python}
-driver=${DRIVER:-/opt/rl/driver}
+rows=${RL_BUILD_ROWS:-/opt/rl/rows.tsv}
+python=${RL_BUILD_PYTHON:-/opt/rl/python}
+driver=${RL_BUILD_DRIVER:-/opt/rl/driver}
 
 case $stage in
 deps | trtllm) ;;
@@ -23,6 +23,8 @@ fi
 if test -f /run/secrets/uv-config; then
     export UV_CONFIG_FILE=/run/secrets/uv-config
 fi
+# In this layer, so that environments are linked to it; a later process that builds has the user's own cache.
+export UV_CACHE_DIR="${UV_CACHE_DIR:-/opt/rl/uv-cache}"
 # Nothing is written when the image runs, under whatever user.
 export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
 export PYTHONPATH="$here" PYTHONDONTWRITEBYTECODE=1

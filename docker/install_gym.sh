@@ -3,7 +3,7 @@
 set -eu
 python=$1
 here=$(dirname "$0")
-root=${GYM_ROOT:-/opt/rl/gym}
+root=${RL_BUILD_GYM:-/opt/rl/gym}
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
     echo "install_gym.sh: GYM_PYTHON=$python is no Python 3.12 or newer of the base image" >&2

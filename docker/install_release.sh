@@ -2,11 +2,11 @@
 # install_release.sh: the workspace's members into every environment, commands for them, and the fingerprint.
 set -eu
 source=${RL_ACTOR_ENVS_WORKSPACE:-/opt/rl/src}
-rows=${ROWS:-/opt/rl/rows.tsv}
-python=${PYTHON:-/opt/rl/python}
-driver=${DRIVER:-/opt/rl/driver}
-commands=${COMMANDS:-/usr/local/bin}
-fingerprint=${FINGERPRINT:-/opt/rl/fingerprint.json}
+rows=${RL_BUILD_ROWS:-/opt/rl/rows.tsv}
+python=${RL_BUILD_PYTHON:-/opt/rl/python}
+driver=${RL_BUILD_DRIVER:-/opt/rl/driver}
+commands=${RL_BUILD_COMMANDS:-/usr/local/bin}
+fingerprint=${RL_BUILD_FINGERPRINT:-/opt/rl/fingerprint.json}
 
 if test -f /run/secrets/uv-config; then
     export UV_CONFIG_FILE=/run/secrets/uv-config
@@ -31,6 +31,9 @@ for command in grpo rl-actor-envs; do
 done
 "$python" -m compileall -q "$source/packages" "$source/apps"
 "$python" -m rl_actor_envs fingerprint --write "$fingerprint"
+# Where jobs start, and write `runs/` unless told otherwise, whoever the user is.
+mkdir -p "${RL_BUILD_WORK:-/work}"
+chmod 1777 "${RL_BUILD_WORK:-/work}"
 
 if test -n "${GYM_PYTHON:-}"; then
     sh "$source/docker/install_gym.sh" "$GYM_PYTHON"

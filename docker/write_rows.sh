@@ -1,11 +1,11 @@
 #!/bin/sh
 # write_rows.sh FILE: the environments to build, once for all passes. SKIP_<EXTRA>_BUILD=1 leaves out the rows that
-# carry the extra. TABLE and PYTHON name another table or interpreter than the image's.
+# carry the extra. RL_BUILD_TABLE and RL_BUILD_PYTHON name another table or interpreter than the image's.
 set -eu
 rows=$1
 here=$(dirname "$0")
-table=${TABLE:-$here/rl_actor_envs/table.py}
-python=${PYTHON:-/opt/rl/python}
+table=${RL_BUILD_TABLE:-$here/rl_actor_envs/table.py}
+python=${RL_BUILD_PYTHON:-/opt/rl/python}
 
 # skip VARIABLE VALUE EXTRA…: the extras on standard output if the value says so.
 skip() {

@@ -28,6 +28,7 @@ class BootstrapError(RuntimeError):
 def main(arguments: list[str]) -> None:
     """Prepare the checkout and replace this process by hatch with the same arguments."""
     root = Path(__file__).resolve().parents[1]
+    check_location(root)
     state = root / ".hatch"
     with exclusive(state / "lock"):
         install_front_door(root, state)
@@ -36,6 +37,12 @@ def main(arguments: list[str]) -> None:
     (state / "config.toml").touch()
     hatch = state / "boot" / "bin" / "hatch"
     os.execve(hatch, [str(hatch), *literal(arguments)], environment(state, os.environ))
+
+
+def check_location(root: Path) -> None:
+    """Raise BootstrapError where uv could not read the checkout's own files: it splits paths at blanks."""
+    if any(character.isspace() for character in str(root)):
+        raise BootstrapError(f"the checkout's path has a blank in it ({root}); move it and try again")
 
 
 def literal(arguments: list[str]) -> list[str]:
@@ -70,7 +77,8 @@ def exclusive(lock: Path) -> Generator[None]:
 def install_front_door(root: Path, state: Path) -> None:
     """Make `.hatch/boot` hold exactly `requirements/boot.txt`, every file checked against its hash."""
     requirements = root / "requirements" / "boot.txt"
-    key = digest(requirements.read_bytes(), sys.version.encode(), sys.base_prefix.encode())
+    # The commands in it name their interpreter by its full path: a checkout that was moved needs them anew.
+    key = digest(requirements.read_bytes(), sys.version.encode(), sys.base_prefix.encode(), bytes(root))
     boot, stamp = state / "boot", state / "boot.key"
     if read(stamp) == key and (boot / "bin" / "hatch").exists():
         return
@@ -102,15 +110,15 @@ def install_front_door(root: Path, state: Path) -> None:
 
 
 def drop_stale_environment(root: Path, state: Path) -> None:
-    """Remove `.venv` when its pins are not the lock's any more (hatch cannot see that) or it is unusable."""
-    key = digest((root / "requirements" / "dev.txt").read_bytes())
+    """Remove `.venv` when its pins are not the lock's any more, which hatch cannot see, or it was moved."""
+    key = digest((root / "requirements" / "dev.txt").read_bytes(), bytes(root))
     stamp, venv = state / "venv.key", root / ".venv"
     if read(stamp) == key and (venv / "bin" / "python").exists():
         return
     if venv.is_symlink():
         venv.unlink()
     elif venv.exists():
-        say("the lock has changed: installing .venv anew")
+        say("the lock or the checkout's place has changed: installing .venv anew")
         shutil.rmtree(venv)
     stamp.write_text(key)
 

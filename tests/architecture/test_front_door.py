@@ -150,3 +150,23 @@ def test_braces_of_a_setting_pass_through_the_front_door(root: Path) -> None:
         timeout=300,
     )
     assert shown.stdout.strip().splitlines()[-1] == repr([setting, "a {question} b {}"])
+
+
+def test_a_checkout_where_uv_cannot_read_is_refused() -> None:
+    bootstrap.check_location(Path("/somewhere/checkout"))
+    with pytest.raises(bootstrap.BootstrapError, match=r"has a blank in it .*move it and try again"):
+        bootstrap.check_location(Path("/some where/checkout"))
+
+
+def test_a_moved_checkout_is_installed_anew(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name / "requirements").mkdir(parents=True)
+        (tmp_path / name / "requirements" / "dev.txt").write_text("pins\n")
+        (tmp_path / name / ".venv" / "bin").mkdir(parents=True)
+        (tmp_path / name / ".venv" / "bin" / "python").touch()
+        (tmp_path / name / ".hatch").mkdir()
+    first, second = tmp_path / "first", tmp_path / "second"
+    bootstrap.drop_stale_environment(first, first / ".hatch")
+    (second / ".hatch" / "venv.key").write_text((first / ".hatch" / "venv.key").read_text())
+    bootstrap.drop_stale_environment(second, second / ".hatch")
+    assert not (second / ".venv").exists()

@@ -47,7 +47,7 @@ def run(script: Path, *arguments: str, **variables: str) -> subprocess.Completed
         capture_output=True,
         text=True,
         timeout=60,
-        env={**clean, "PYTHON": sys.executable, **variables},
+        env={**clean, "RL_BUILD_PYTHON": sys.executable, **variables},
         check=False,
     )
 
@@ -58,7 +58,7 @@ def actors(rows: Path) -> list[str]:
 
 def test_the_list_holds_every_environment(scripts, table, tmp_path):
     rows = tmp_path / "rows.tsv"
-    done = run(scripts / "write_rows.sh", str(rows), TABLE=str(table))
+    done = run(scripts / "write_rows.sh", str(rows), RL_BUILD_TABLE=str(table))
     assert done.returncode == 0, done.stderr
     assert actors(rows) == ["pkg.Engine", "pkg.Named_vllm", "pkg.OnCpu", "pkg.Trt", "pkg.VllmWorker"]
     assert done.stdout == rows.read_text()
@@ -78,7 +78,7 @@ def test_the_list_holds_every_environment(scripts, table, tmp_path):
 )
 def test_j3_rows_are_skipped_by_extra_and_not_by_name(scripts, table, tmp_path, flags, left):
     rows = tmp_path / "rows.tsv"
-    done = run(scripts / "write_rows.sh", str(rows), TABLE=str(table), **flags)
+    done = run(scripts / "write_rows.sh", str(rows), RL_BUILD_TABLE=str(table), **flags)
     assert done.returncode == 0, done.stderr
     assert actors(rows) == left
 
@@ -97,7 +97,7 @@ def test_every_flag_of_the_build_is_one_that_the_script_reads(scripts):
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("value", ["yes", "true", "2", "1 "])
 def test_a_flag_with_another_value_fails_the_build(scripts, table, tmp_path, flag, value):
-    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), **{flag: value})
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), RL_BUILD_TABLE=str(table), **{flag: value})
     assert done.returncode == 2
     assert f"{flag} is '{value}'; set it to 1 or to 0" in done.stderr
 
@@ -106,13 +106,13 @@ def test_j1_a_generator_that_fails_fails_the_build(scripts, tmp_path):
     """Also when it has printed half of its rows."""
     table = tmp_path / "table.py"
     table.write_text("print('pkg.A\\tdeps\\t--extra mcore')\nraise SystemExit(3)\n")
-    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table))
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), RL_BUILD_TABLE=str(table))
     assert done.returncode == 3
 
 
 def test_an_empty_list_fails_the_build(scripts, table, tmp_path):
     flags = dict.fromkeys(FLAGS, "1")
-    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), TABLE=str(table), **flags)
+    done = run(scripts / "write_rows.sh", str(tmp_path / "rows"), RL_BUILD_TABLE=str(table), **flags)
     assert done.returncode == 1
     assert "no environment is left to build" in done.stderr
 
@@ -129,7 +129,9 @@ def recorder(tmp_path: Path):
 
 def test_an_unknown_stage_fails_the_build(scripts, recorder):
     python, log = recorder
-    done = run(scripts / "install_dependencies.sh", "everything", PYTHON=str(python), FAILING="nothing")
+    done = run(
+        scripts / "install_dependencies.sh", "everything", RL_BUILD_PYTHON=str(python), FAILING="nothing"
+    )
     assert done.returncode == 2
     assert "unknown stage 'everything'; use deps or trtllm" in done.stderr
     assert not log.exists()
@@ -138,7 +140,7 @@ def test_an_unknown_stage_fails_the_build(scripts, recorder):
 @pytest.mark.parametrize("failing", ["prefetch", "driver"])
 def test_j2_the_others_are_still_built_when_one_fails(scripts, recorder, failing):
     python, log = recorder
-    done = run(scripts / "install_dependencies.sh", "deps", PYTHON=str(python), FAILING=failing)
+    done = run(scripts / "install_dependencies.sh", "deps", RL_BUILD_PYTHON=str(python), FAILING=failing)
     assert done.returncode == 1
     assert [line.split()[2] for line in log.read_text().splitlines()] == ["prefetch", "driver"]
 
@@ -174,8 +176,8 @@ def test_j2_one_of_three_environments_fails(scripts, root, tmp_path):
     done = run(
         script,
         "deps",
-        ROWS=str(rows),
-        DRIVER=str(tmp_path / "driver"),
+        RL_BUILD_ROWS=str(rows),
+        RL_BUILD_DRIVER=str(tmp_path / "driver"),
         PATH=f"{programs}:{os.environ['PATH']}",
         RL_ACTOR_ENVS_WORKSPACE=str(workspace),
         RL_ACTOR_ENVS_DIR=str(tmp_path / "environments"),
@@ -191,7 +193,7 @@ def test_j2_one_of_three_environments_fails(scripts, root, tmp_path):
 def test_both_passes_read_the_same_list(scripts, recorder):
     python, log = recorder
     for stage in ("deps", "trtllm"):
-        variables = {"PYTHON": str(python), "FAILING": "nothing", "ROWS": "/the/rows"}
+        variables = {"RL_BUILD_PYTHON": str(python), "FAILING": "nothing", "RL_BUILD_ROWS": "/the/rows"}
         assert run(scripts / "install_dependencies.sh", stage, **variables).returncode == 0
     prefetches = [line for line in log.read_text().splitlines() if "prefetch" in line]
     wanted = "-m rl_actor_envs prefetch --rows /the/rows --stage {} --phase dependencies"
@@ -206,7 +208,7 @@ def test_the_pass_for_tensorrt_llm_ends_early_when_its_rows_are_skipped(scripts,
     script = build / "install_dependencies.sh"
     script.write_text((scripts / script.name).read_text())
     (build / "rl_actor_envs").symlink_to(root / "packages/rl-actor-envs/src/rl_actor_envs")
-    done = run(script, "trtllm", ROWS=str(rows), RL_ACTOR_ENVS_DIR=str(tmp_path / "environments"))
+    done = run(script, "trtllm", RL_BUILD_ROWS=str(rows), RL_ACTOR_ENVS_DIR=str(tmp_path / "environments"))
     assert done.returncode == 0, done.stderr
     assert "nothing to build" in done.stdout
     assert not (tmp_path / "environments").exists()
