@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -26,6 +27,16 @@ def test_addresses_become_names_and_hashes_stay() -> None:
     assert '{ path = "thing-1.0.tar.gz", hash = "sha256:00", size = 7 }' in neutral
     assert '{ path = "thing-1.0-py3-none-any.whl", hash = "sha256:11", size = 9 }' in neutral
     assert neutralise(neutral) == neutral
+
+
+def test_the_order_in_which_uv_came_to_its_cases_leaves_no_trace(root: Path) -> None:
+    lock = (root / "uv.lock").read_text()
+    start, cases, end = re.split(
+        r"(?<=^resolution-markers = \[\n)((?: .*\n)+)", lock, maxsplit=1, flags=re.MULTILINE
+    )
+    assert len(cases.splitlines()) > 10
+    assert neutralise(lock) == lock
+    assert neutralise(start + "".join(reversed(cases.splitlines(keepends=True))) + end) == lock
 
 
 def test_an_address_that_cannot_be_made_neutral_is_refused() -> None:

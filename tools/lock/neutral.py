@@ -1,4 +1,4 @@
-"""Rewrites a uv lock so that it names files and hashes but no host."""
+"""Rewrites a uv lock so that it names files and hashes but no host, the same for the same pins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ REGISTRY = "wheelhouse"
 
 _REGISTRY_URL = re.compile(r'registry = "[a-z][a-z0-9+.-]*://[^"]*"')
 _FILE_URL = re.compile(r'\{ url = "[a-z][a-z0-9+.-]*://[^"]*/([^"/]+)"')
+#: the cases for which uv resolved; it lists them in an order that depends on the lock it started from
+_CASES = re.compile(r"^(resolution-markers = \[\n)((?: .*\n)*)", re.MULTILINE)
 
 
 def neutralise(lock: str) -> str:
-    """Return `lock` with every registry and file address replaced by its neutral form.
+    """Return `lock` with every registry and file address replaced by its neutral form, and its cases sorted.
 
     The result of a second call is the same text. Raises ValueError when an address of another kind is left
     (a package from git, say), because such a lock cannot be made free of hosts.
     """
     text = _REGISTRY_URL.sub(f'registry = "{REGISTRY}"', lock)
     text = _FILE_URL.sub(r'{ path = "\1"', text)
+    text = _CASES.sub(lambda found: found[1] + "".join(sorted(found[2].splitlines(keepends=True))), text)
     left = addresses(text)
     if left:
         raise ValueError(

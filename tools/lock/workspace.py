@@ -72,7 +72,7 @@ class Workspace:
         """
         for folder, lock in self.lock_files().items():
             try:
-                self._uv("lock", *(f"--upgrade-package={name}" for name in upgrade), folder=folder)
+                self.uv("lock", *(f"--upgrade-package={name}" for name in upgrade), folder=folder)
             finally:
                 if lock.exists():
                     lock.write_text(neutralise(lock.read_text()))
@@ -88,7 +88,7 @@ class Workspace:
         Every pin stays. Raises LockError when uv fails, with its message.
         """
         # uv leaves a lock that fits alone; asked to move a pin that cannot move, it writes it anew.
-        self._uv("lock", f"--upgrade-package={FIXED}")
+        self.uv("lock", f"--upgrade-package={FIXED}")
 
     def check(self) -> None:
         """Compare locks and exports with the declarations, without network.
@@ -101,7 +101,7 @@ class Workspace:
             if found:
                 raise LockError(f"{name} names an address on line {found[0][0]}: run `hatch run lock`")
             try:
-                self._uv("lock", "--check", "--offline", folder=folder)
+                self.uv("lock", "--check", "--offline", folder=folder)
             except LockError as error:
                 raise LockError(f"{name} is not what the declarations give: run `hatch run lock`") from error
         for name, selection in EXPORTS.items():
@@ -112,7 +112,7 @@ class Workspace:
 
     def export(self, selection: tuple[str, ...]) -> str:
         """Return the hashed requirements of `selection`, without the members and torch."""
-        return self._uv(
+        return self.uv(
             "export",
             "--quiet",
             "--frozen",
@@ -124,7 +124,7 @@ class Workspace:
         )
 
     def _write_gym_pins(self, upgrade: tuple[str, ...]) -> None:
-        self._uv(
+        self.uv(
             "pip",
             "compile",
             "--quiet",
@@ -144,7 +144,11 @@ class Workspace:
         digest = hashlib.sha256((self.root / GYM_INPUT).read_bytes()).hexdigest()
         return f"# {GYM_INPUT} {digest}"
 
-    def _uv(self, *arguments: str, folder: str = ".") -> str:
+    def uv(self, *arguments: str, folder: str = ".") -> str:
+        """Return what uv says on standard output when it is run in `folder`, without the person's settings.
+
+        Raises LockError when uv is missing, fails or takes longer than TIMEOUT_S, with its message.
+        """
         # Settings of the person's machine (mirrors, local wheels, constraints) must not shape the lock.
         keep = {"UV_CACHE_DIR", "UV_OFFLINE", "UV_SYSTEM_CERTS", "UV_NATIVE_TLS"}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in keep}
@@ -152,15 +156,18 @@ class Workspace:
         uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         if uv is None:
             raise LockError("uv is neither in this environment nor on PATH: use `./hatch run lock`")
-        done = subprocess.run(
-            [uv, *arguments],
-            cwd=self.root / folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        try:
+            done = subprocess.run(
+                [uv, *arguments],
+                cwd=self.root / folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LockError(f"`uv {' '.join(arguments)}` took more than {TIMEOUT_S:.0f} s") from error
         if done.returncode:
             raise LockError(f"`uv {' '.join(arguments)}` ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
