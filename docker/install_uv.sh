@@ -15,6 +15,9 @@ os.stat(os.path.join(s.get_path("include"), "Python.h"))' 2>/dev/null; then
         "packages are published as source only; on Debian, install gcc and libpython3-dev" >&2
     exit 1
 fi
+if test -f /run/secrets/pip-config; then
+    export PIP_CONFIG_FILE=/run/secrets/pip-config
+fi
 "$python" -m venv /opt/rl/tools
 /opt/rl/tools/bin/python -m pip install --quiet --no-cache-dir --no-deps --require-hashes \
     --requirement "$here/image.txt"

@@ -78,6 +78,35 @@ def test_an_environment_that_cannot_be_installed_fails_the_build_by_name(built, 
     assert "hash mismatch" in said.lower()
 
 
+NOWHERE = "http://127.0.0.1:9/simple"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text", "stage", "changed", "said"),
+    [
+        (
+            "pip-config",
+            f"[global]\nretries = 0\nindex-url = {NOWHERE}\n",
+            "base",
+            "PYTHON=python3.11",
+            "No matching distribution found for uv",
+        ),
+        ("uv-config", f'index-url = "{NOWHERE}"\n', "dependencies", "SKIP_TRTLLM_BUILD=", NOWHERE),
+    ],
+    ids=["pip", "uv"],
+)
+def test_the_mirrors_are_those_of_the_secrets(built, tmp_path, secret, text, stage, changed, said):
+    """A build that asks where nothing answers fails; the changed argument makes the step run again."""
+    (tmp_path / "file").write_text(text)
+    flags = [
+        *("--build-arg", f"BASE_IMAGE={built.base}", "--build-arg", changed, "--target", stage),
+        *("--secret", f"id={secret},src={tmp_path / 'file'}"),
+    ]
+    dockerfile = built.checkout / "docker" / "Dockerfile"
+    with pytest.raises(ImageError, match=re.escape(said)):
+        built.buildah.build(built.checkout, dockerfile, "localhost/rl-mirror", *flags)
+
+
 def test_skipping_everything_and_unknown_values_fail_the_build(built):
     with pytest.raises(ImageError, match="no environment is left to build"):
         built.again(built.checkout, skip=("vllm", "trtllm", "mcore"), target="dependencies")
