@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_actor_envs.table import ACTOR_ENVIRONMENTS, DECLARED_EXTRAS
 from tools.lock.workspace import LockError, Workspace
 
 DRIVER = ("--only-group", "driver")
@@ -68,6 +69,8 @@ def test_the_table_knows_the_extras_of_both_projects(root: Path) -> None:
     assert disagreements(root) == set()
     assert declared(root, MAIN) == {extra for extra, folder in LOCKED_IN.items() if folder == "."}
     assert declared(root, SEPARATE) == {extra for extra, folder in LOCKED_IN.items() if folder != "."}
+    assert sorted(DECLARED_EXTRAS) == sorted([*declared(root, MAIN), *declared(root, SEPARATE)])
+    assert {extra for extras in ACTOR_ENVIRONMENTS.values() for extra in extras or ()} <= set(DECLARED_EXTRAS)
 
 
 @pytest.mark.parametrize("project", [MAIN, SEPARATE])

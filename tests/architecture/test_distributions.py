@@ -94,16 +94,3 @@ def test_every_console_script_has_a_hatch_script_that_runs_it(root: Path) -> Non
         for command in commands
         if not re.fullmatch(rf"exec {command}( run)? {{args}}", scripts.get(command, ""))
     ] == []
-
-
-def test_the_container_declares_the_extras_that_actors_ask_for(root: Path) -> None:
-    from rl_actor_envs.table import ACTOR_ENVIRONMENTS, DECLARED_EXTRAS
-
-    projects = [root / "apps/container/pyproject.toml", root / "apps/container/trtllm/pyproject.toml"]
-    declared = [
-        extra
-        for project in projects
-        for extra in tomllib.loads(project.read_text())["project"]["optional-dependencies"]
-    ]
-    assert sorted(declared) == sorted(DECLARED_EXTRAS)
-    assert {extra for extras in ACTOR_ENVIRONMENTS.values() for extra in extras or ()} <= set(DECLARED_EXTRAS)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.image.__main__ import LEFT_OUT, local_wheels
 from tools.image.base import ensure_base
-from tools.image.build import BuildReport, build_image
+from tools.image.build import LEFT_OUT, BuildReport, build_image, local_wheels
 from tools.image.buildah import Buildah, temporary_storage, unavailable
 
 

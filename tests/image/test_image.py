@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.image.__main__ import LEFT_OUT
+from tools.image.build import LEFT_OUT
 from tools.image.buildah import ImageError
 from tools.image.smoke import smoke_test
 

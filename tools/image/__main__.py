@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from tools.image.base import TAG as BASE_TAG
 from tools.image.base import ensure_base
-from tools.image.build import SKIPPABLE, BuildReport, build_image
+from tools.image.build import LEFT_OUT, SKIPPABLE, BuildReport, build_image, local_wheels
 from tools.image.buildah import Buildah, ImageError, unavailable
 from tools.image.smoke import smoke_test
 
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "localhost/rl:cpu"
-#: what does not run on a CPU, or fills the disk
-LEFT_OUT = ("vllm", "trtllm")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,12 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"image: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def local_wheels() -> Path | None:
-    """The folder of wheels that pip is told about, if there is one."""
-    named = Path(os.environ.get("PIP_FIND_LINKS", ""))
-    return named if named.is_absolute() and named.is_dir() else None
 
 
 def _build(buildah: Buildah, options: argparse.Namespace) -> None:

@@ -17,6 +17,8 @@ from tools.image.buildah import Buildah
 
 #: what a build can leave out, each by its own argument
 SKIPPABLE = ("vllm", "trtllm", "mcore", "gym")
+#: of these, what does not run on a CPU, or fills the disk
+LEFT_OUT = ("vllm", "trtllm")
 
 _VERSION_FILE = "apps/grpo/src/rl_app_grpo/_version.py"
 _STEP = re.compile(r"(?:\[(\d+)/\d+\] )?STEP (\d+)/\d+: (.*)")
@@ -43,6 +45,12 @@ class BuildReport:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
+
+
+def local_wheels() -> Path | None:
+    """The folder of wheels that pip is told about, if there is one."""
+    named = Path(os.environ.get("PIP_FIND_LINKS", ""))
+    return named if named.is_absolute() and named.is_dir() else None
 
 
 def build_image(

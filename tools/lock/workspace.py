@@ -23,7 +23,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "requirements/boot.txt": ("--only-group", "boot"),
     "requirements/build.txt": ("--only-group", "build"),
     "requirements/image.txt": ("--only-group", "image"),
-    # Development needs no engine of a worker environment; they conflict with each other on purpose.
+    # Development needs no engine of a worker environment, and the two builds of vLLM exclude each other.
     "requirements/dev.txt": (
         "--all-packages",
         "--all-extras",
@@ -33,10 +33,9 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: torch is pinned by the workspace's constraint, without hashes: the CPU build that a local folder may hold
-#: is another file than the registry's.
+#: torch is pinned by the workspace's override, without hashes: the CPU build that a local folder may hold is
+#: another file than the registry's.
 UNHASHED = "torch"
-
 
 #: NeMo Gym's environment has another Python than the workspace, so it is resolved by itself
 GYM_INPUT, GYM_PINS = "docker/gym.in", "docker/gym.txt"

@@ -64,20 +64,15 @@ class Environment(NamedTuple):
 
     def fault(self, marker: str = COMPLETE) -> str | None:
         """Why it has not reached the state of ``marker``; ``None`` when it has. Reads files only."""
-        import json
-
         if marker == DEPENDENCIES and self.fault(COMPLETE) is None:
             return None
         path = os.path.join(self.root, marker)
         try:
-            with open(path, encoding="utf-8") as file:
-                recorded = json.load(file)
+            recorded = self._recorded(marker)
         except FileNotFoundError:
             return f"{path} does not exist"
         except (OSError, ValueError) as error:
             return f"{path} cannot be read ({error})"
-        if not isinstance(recorded, dict):
-            return f"{path} holds no record"
         for key, value in self.facts.items():
             if recorded.get(key) != value:
                 return f"{path} says {key}={recorded.get(key)!r}, not {value!r}"
@@ -91,22 +86,32 @@ class Environment(NamedTuple):
 
         The names of the marks do not prove it: anybody may have an ``environment.json``.
         """
-        import json
-
         for marker in MARKERS:
-            path = os.path.join(self.root, marker)
-            if not os.path.isfile(path):
+            try:
+                if self.facts.keys() <= self._recorded(marker).keys():
+                    return True
+            except (FileNotFoundError, IsADirectoryError):
                 continue
+            except (OSError, ValueError):
+                pass
             if os.path.isfile(os.path.join(self.root, "pyvenv.cfg")):
                 return True
-            try:
-                with open(path, encoding="utf-8") as file:
-                    recorded = json.load(file)
-            except (OSError, ValueError):
-                continue
-            if isinstance(recorded, dict) and self.facts.keys() <= recorded.keys():
-                return True
         return False
+
+    def _recorded(self, marker: str) -> dict[str, object]:
+        """What a marker says.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no record.
+        """
+        import json
+
+        with open(os.path.join(self.root, marker), encoding="utf-8") as file:
+            recorded = json.load(file)
+        if not isinstance(recorded, dict):
+            raise ValueError("it holds no record")
+        return recorded
 
     def mark(self, marker: str, **more: object) -> None:
         """Write ``marker`` so that it is there completely or not at all.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from . import table
 from .errors import ActorEnvironmentError, FingerprintMismatchError
+from .identity import content_hash
 from .workspace import CONTAINER, LOCK, SEPARATE_EXTRA, Workspace, find_workspace
 
 FINGERPRINT_VARIABLE = "RL_ACTOR_ENVS_FINGERPRINT"
@@ -133,11 +134,8 @@ def _sources(workspace: Workspace) -> dict[str, str]:
 
 
 def _hash(path: str) -> str:
-    import hashlib
-
     try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return content_hash(path)
     except OSError as error:
         raise ActorEnvironmentError(f"{path}, a part of the fingerprint, cannot be read ({error})") from error
 

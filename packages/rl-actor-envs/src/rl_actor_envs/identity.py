@@ -38,13 +38,22 @@ def lock_hash(lock: str | os.PathLike[str]) -> str:
     Raises:
         WorkspaceError: the file cannot be read.
     """
-    import hashlib
-
     try:
-        with open(lock, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return content_hash(lock)
     except OSError as error:
         raise WorkspaceError(
             f"the lock file {os.fspath(lock)} cannot be read ({error.strerror or error}); environments are "
             f"built from it: restore it, or write it with `hatch run lock`"
         ) from error
+
+
+def content_hash(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's content, in hex.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    import hashlib
+
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
