@@ -40,6 +40,8 @@ class Turn:
         generation_token_ids: the tokens that the policy sampled, exactly as the engine made them.
         generation_logprobs: natural-log probability of each sampled token under the distribution
             that it was sampled from; same length as ``generation_token_ids``.
+        invalid_tool_call: the answer holds a tool call written as text instead of made.
+        malformed_thinking: the answer's thinking tags do not match, or stand where the answer should.
 
     Raises:
         TrajectoryError: ids and log-probabilities differ in number, or a log-probability is not a
@@ -49,6 +51,8 @@ class Turn:
     prompt_token_ids: tuple[int, ...]
     generation_token_ids: tuple[int, ...]
     generation_logprobs: tuple[float, ...]
+    invalid_tool_call: bool = False
+    malformed_thinking: bool = False
 
     def __post_init__(self) -> None:
         if len(self.generation_token_ids) != len(self.generation_logprobs):

@@ -1,0 +1,138 @@
+"""What can go wrong between a trainer and Gym, as typed errors that survive pickling.
+
+Every error says whose fault it is: INFRA faults may be retried or dispatched again, DATA faults are the row's, the
+environment's or the answer's. An error that nobody classified counts as DATA, so that it is loud.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .trajectory import FailureKind
+
+
+class GymError(RuntimeError):
+    """Base of the bridge's errors.
+
+    Attributes:
+        kind: who is at fault.
+        component: the part that failed (``policy_model``, ``mcqa_simple_agent``, ``head server``, …).
+        problem: what happened.
+        remedy: what to do about it, possibly empty.
+        address: URL or path concerned, possibly empty.
+        attempts: how often it was tried.
+        elapsed_s: seconds spent on it in total.
+    """
+
+    kind: FailureKind = FailureKind.DATA
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        component: str = "",
+        address: str = "",
+        attempts: int = 1,
+        elapsed_s: float = 0.0,
+        remedy: str = "",
+    ) -> None:
+        self.problem = problem
+        self.component = component
+        self.address = address
+        self.attempts = attempts
+        self.elapsed_s = elapsed_s
+        self.remedy = remedy
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        where = " at ".join(part for part in (self.component, self.address) if part)
+        tried = f" (attempt {self.attempts}, {self.elapsed_s:.1f} s)" if self.elapsed_s else ""
+        return (
+            f"{where + ': ' if where else ''}{self.problem}{tried}{'; ' + self.remedy if self.remedy else ''}"
+        )
+
+    def _details(self) -> dict[str, Any]:
+        """Keyword arguments that, with ``problem``, make an equal error."""
+        return {
+            "component": self.component,
+            "address": self.address,
+            "attempts": self.attempts,
+            "elapsed_s": self.elapsed_s,
+            "remedy": self.remedy,
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.problem, self._details())
+
+
+def _rebuild(cls: type[GymError], problem: str, details: dict[str, Any]) -> GymError:
+    return cls(problem, **details)
+
+
+class GymStartError(GymError):
+    """Gym did not become ready."""
+
+    kind = FailureKind.INFRA
+
+
+class GymServerDied(GymError):
+    """A Gym process that was running is gone, or does not answer any more; ``component`` names the server."""
+
+    kind = FailureKind.INFRA
+
+
+class GymUnavailable(GymError):
+    """A request that never reached the server: nothing was executed."""
+
+    kind = FailureKind.INFRA
+
+
+class GymConnectionLost(GymError):
+    """The connection broke after the request may have been delivered: it may have been executed."""
+
+    kind = FailureKind.INFRA
+
+
+class GymTimeout(GymError):
+    """A deadline passed."""
+
+    kind = FailureKind.INFRA
+
+
+class GymHttpError(GymError):
+    """An answer with an error status.
+
+    Attributes:
+        status: HTTP status.
+        body: beginning of the answer's text.
+    """
+
+    INFRA_STATUSES = frozenset({408, 425, 429})
+
+    def __init__(self, problem: str, *, status: int, body: str = "", **details: Any) -> None:
+        self.status = status
+        self.body = body
+        super().__init__(problem, **details)
+
+    @property
+    def kind(self) -> FailureKind:  # type: ignore[override]
+        """INFRA for 408, 425, 429 and every 5xx; DATA for the rest."""
+        infra = self.status >= 500 or self.status in self.INFRA_STATUSES
+        return FailureKind.INFRA if infra else FailureKind.DATA
+
+    def _details(self) -> dict[str, Any]:
+        return {**super()._details(), "status": self.status, "body": self.body}
+
+
+class GymAnswerError(GymError):
+    """An answer that arrived whole and cannot be used: no JSON, no such field, tokens that do not fit."""
+
+
+class RolloutCountError(GymError):
+    """A batch of rollouts that came back incomplete, twice or for rows that nobody asked for."""
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """Whose fault an error is; what is not known is DATA."""
+    kind = getattr(error, "kind", None)
+    return kind if isinstance(kind, FailureKind) else FailureKind.DATA

@@ -1,0 +1,40 @@
+"""How often, how long and with which pauses a failed request is tried again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Bounds on the attempts of one rollout.
+
+    Attributes:
+        infra_attempts: attempts in total, the first included, while faults are INFRA.
+        data_attempts: attempts in total while faults are DATA. Who dispatches rows again applies it; a single
+            request is not repeated for a DATA fault.
+        base_s: pause before the second attempt; it doubles with each further one.
+        cap_s: the longest pause.
+        elapsed_s: no further attempt starts after this many seconds.
+    """
+
+    infra_attempts: int = 5
+    data_attempts: int = 2
+    base_s: float = 1.0
+    cap_s: float = 30.0
+    elapsed_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.infra_attempts < 1 or self.data_attempts < 1:
+            raise ValueError(
+                f"attempts count the first one too: infra_attempts={self.infra_attempts} and "
+                f"data_attempts={self.data_attempts} must be at least 1"
+            )
+        if not 0 < self.base_s <= self.cap_s:
+            raise ValueError(f"base_s={self.base_s} must be above 0 and at most cap_s={self.cap_s}")
+
+    def pause_s(self, attempt: int, rng: random.Random) -> float:
+        """Seconds to wait after failed attempt ``attempt`` (from 1): doubling, capped, 50–100 % at random."""
+        longest = min(self.cap_s, self.base_s * 2 ** min(attempt - 1, 60))
+        return longest * (0.5 + 0.5 * rng.random())
