@@ -69,6 +69,10 @@ def _rebuild(cls: type[GymError], problem: str, details: dict[str, Any]) -> GymE
     return cls(problem, **details)
 
 
+class GymConfigError(GymError):
+    """Settings that cannot be used; ``component`` is the dotted name of the setting."""
+
+
 class GymStartError(GymError):
     """Gym did not become ready."""
 
