@@ -26,13 +26,15 @@ def edited(built, tmp_path) -> Path:
 def test_what_is_in_the_image_works_and_is_this_checkout(built):
     held = smoke_test(built.buildah, built.checkout, built.tag, skip=LEFT_OUT)
     assert any(line.startswith("python-ColocatedWorker imports") for line in held)
+    assert any(line.startswith("python-NemoGym imports") for line in held)
     assert any(line.startswith("grpo run trains") for line in held)
 
 
 def test_every_package_is_linked_and_not_copied(built):
-    """Cache, the actor's environment and the driver's share their files: three links each."""
+    """Cache, the worker's environment and the driver's share their files; Gym's actor has some of them, too."""
     assert built.report.links.get(3, 0) > 10_000
-    assert max(built.report.links) == 3
+    assert built.report.links.get(4, 0) > 1_000
+    assert max(built.report.links) == 4
 
 
 def test_a_source_edit_rebuilds_the_release_layer_alone(built, edited):
@@ -109,4 +111,4 @@ def test_the_mirrors_are_those_of_the_secrets(built, tmp_path, secret, text, sta
 
 def test_skipping_everything_and_unknown_values_fail_the_build(built):
     with pytest.raises(ImageError, match="no environment is left to build"):
-        built.again(built.checkout, skip=("vllm", "trtllm", "mcore"), target="dependencies")
+        built.again(built.checkout, skip=("vllm", "trtllm", "mcore", "gym"), target="dependencies")

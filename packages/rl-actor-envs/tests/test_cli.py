@@ -15,6 +15,7 @@ from rl_actor_envs.cli import main
 from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 
 WORKER = "rl_app_core.workers.ColocatedWorker"
+GYM = "rl_gym_bridge.actor.NemoGym"
 THREE = (("a.First", "gym"), ("b.Second", "mcore"), ("c.Third", "gym mcore"))
 
 
@@ -66,7 +67,7 @@ def test_i7_without_uv_prefetch_says_how_to_get_it(mini: Any) -> None:
     assert done.returncode == 1
     assert "FAILED: uv, which builds environments" in done.stdout
     assert "pip install uv" in done.stdout
-    assert done.stderr == f"1 of 1 environments not built: {WORKER}\n"
+    assert done.stderr == f"2 of 2 environments not built: {WORKER}, {GYM}\n"
 
 
 def test_the_phases_follow_one_another(mini: Any) -> None:
@@ -80,11 +81,15 @@ def test_the_phases_follow_one_another(mini: Any) -> None:
 
 
 def test_without_rows_the_table_is_built_and_the_path_is_told(mini: Any) -> None:
-    assert [actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras is not None] == [WORKER]
-    told = mini.cli("path", WORKER)
-    assert (told.returncode, told.stderr) == (0, "")
+    actors = [actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras is not None]
+    assert actors == [WORKER, GYM]
+    told = {actor: mini.cli("path", actor) for actor in actors}
+    assert {(done.returncode, done.stderr) for done in told.values()} == {(0, "")}
     assert mini.cli("prefetch", "--only", WORKER).returncode == 0
-    assert told.stdout == f"{mini.only_environment()}\n"
+    assert told[WORKER].stdout == f"{mini.only_environment()}\n"
+    assert mini.cli("prefetch").returncode == 0
+    built = {f"{path}\n" for path in mini.environments.iterdir() if path.is_dir()}
+    assert built == {done.stdout for done in told.values()}
     assert mini.cli("path", WORKER, RL_ACTOR_ENVS_SYSTEM="1").stdout == f"{sys.prefix}\n"
     unknown = mini.cli("path", "rl_app_core.workers.ColocatedWroker")
     assert (unknown.returncode, unknown.stdout) == (2, "")

@@ -156,8 +156,8 @@ def test_an_environment_that_is_not_built_names_actor_place_and_remedies() -> No
     assert not Path(expected().root).parent.exists()
 
 
-def test_the_command_for_an_actor_of_the_table_names_it() -> None:
-    (actor,) = (actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras)
+@pytest.mark.parametrize("actor", [actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras])
+def test_the_command_for_an_actor_of_the_table_names_it(actor: str) -> None:
     with pytest.raises(MissingEnvironmentError, match=r"prefetch --only " + actor) as caught:
         make_actor_runtime_env(actor)
     assert shlex.quote(sys.executable) in str(caught.value)
