@@ -1,7 +1,7 @@
 """What can go wrong between a trainer and Gym, as typed errors that survive pickling.
 
-Every error says whose fault it is: INFRA faults may be retried or dispatched again, DATA faults are the row's, the
-environment's or the answer's. An error that nobody classified counts as DATA, so that it is loud.
+Every error says whose fault it is: INFRA faults may be retried or dispatched again, DATA faults are the
+row's, the environment's or the answer's. An error that nobody classified counts as DATA, so that it is loud.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class GymError(RuntimeError):
             "elapsed_s": self.elapsed_s,
             "remedy": self.remedy,
         }
+
+    def with_details(self, problem: str | None = None, **changes: Any) -> GymError:
+        """An error of the same class and cause, made with these arguments of the constructor instead."""
+        changed = _rebuild(type(self), problem or self.problem, {**self._details(), **changes})
+        changed.__cause__ = self.__cause__
+        return changed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.problem, self._details())
@@ -132,8 +138,82 @@ class GymAnswerError(GymError):
     """An answer that arrived whole and cannot be used: no JSON, no such field, tokens that do not fit."""
 
 
+class GymTokenError(GymAnswerError):
+    """Token ids, log-probabilities, versions or routed experts that are missing or do not correspond."""
+
+
+class GymContinuityError(GymTokenError):
+    """A prompt that does not extend the tokens that the rollout already has.
+
+    Attributes:
+        turn: the turn whose prompt it is, counted from 1.
+        index: position of the first token that differs.
+        got: the prompt's token there, ``None`` where the prompt ends too early.
+        want: the token that the rollout has there.
+    """
+
+    def __init__(
+        self, problem: str, *, turn: int, index: int, got: int | None, want: int, **details: Any
+    ) -> None:
+        self.turn = turn
+        self.index = index
+        self.got = got
+        self.want = want
+        super().__init__(problem, **details)
+
+    def _details(self) -> dict[str, Any]:
+        return {
+            **super()._details(),
+            "turn": self.turn,
+            "index": self.index,
+            "got": self.got,
+            "want": self.want,
+        }
+
+
+class GymNoTokensError(GymAnswerError):
+    """A finished rollout without a single sampled token: there is nothing to train."""
+
+
+class GymRewardError(GymAnswerError):
+    """A reward, or a part of one, that is no finite number within bounds or contradicts the rest."""
+
+
+class GymInvalidSample(GymAnswerError):
+    """Gym itself says that the reward of its answer measures nothing: a judge is down, a session was lost.
+
+    Attributes:
+        failure_kind: Gym's name for what went wrong, empty where it gave none.
+        infra: whether machinery is at fault rather than the row.
+    """
+
+    def __init__(self, problem: str, *, failure_kind: str = "", infra: bool = False, **details: Any) -> None:
+        self.failure_kind = failure_kind
+        self.infra = infra
+        super().__init__(problem, **details)
+
+    @property
+    def kind(self) -> FailureKind:  # type: ignore[override]
+        """INFRA where machinery is at fault."""
+        return FailureKind.INFRA if self.infra else FailureKind.DATA
+
+    def _details(self) -> dict[str, Any]:
+        return {**super()._details(), "failure_kind": self.failure_kind, "infra": self.infra}
+
+
 class RolloutCountError(GymError):
-    """A batch of rollouts that came back incomplete, twice or for rows that nobody asked for."""
+    """A batch of rollouts that came back incomplete, twice, mixed up or for rows that nobody asked for.
+
+    Attributes:
+        missing: ids of the rollouts that were asked for and did not come.
+    """
+
+    def __init__(self, problem: str, *, missing: tuple[str, ...] = (), **details: Any) -> None:
+        self.missing = missing
+        super().__init__(problem, **details)
+
+    def _details(self) -> dict[str, Any]:
+        return {**super()._details(), "missing": self.missing}
 
 
 def kind_of(error: BaseException) -> FailureKind:

@@ -33,8 +33,31 @@ class RetryPolicy:
             )
         if not 0 < self.base_s <= self.cap_s:
             raise ValueError(f"base_s={self.base_s} must be above 0 and at most cap_s={self.cap_s}")
+        if not self.elapsed_s >= 0:
+            raise ValueError(f"elapsed_s={self.elapsed_s} must be at least 0")
 
-    def pause_s(self, attempt: int, rng: random.Random) -> float:
-        """Seconds to wait after failed attempt ``attempt`` (from 1): doubling, capped, 50–100 % at random."""
+    def pause_s(self, attempt: int, rng: random.Random, *, asked_s: float = 0.0) -> float:
+        """Seconds to wait after failed attempt ``attempt`` (from 1): doubling, capped, 50–100 % at random.
+
+        A server that asks for a longer pause (``asked_s``) gets it, up to the cap.
+        """
         longest = min(self.cap_s, self.base_s * 2 ** min(attempt - 1, 60))
-        return longest * (0.5 + 0.5 * rng.random())
+        return max(longest * (0.5 + 0.5 * rng.random()), min(asked_s, self.cap_s))
+
+
+def retry_after_s(header: str, *, now: float) -> float:
+    """Seconds that a ``Retry-After`` header asks for, a number or a date; 0 if it is empty, past or neither.
+
+    Args:
+        header: its value.
+        now: seconds since the epoch.
+    """
+    text = header.strip()
+    if text.isascii() and text.isdecimal():
+        return float(text[:9])
+    from email.utils import parsedate_to_datetime
+
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return 0.0

@@ -1,0 +1,58 @@
+"""Who may start now: first come, first served, up to a limit."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Admission:
+    """A limit on what runs at the same time, on one event loop. Used with ``async with``.
+
+    A place that becomes free goes to whoever has waited longest, never to a newcomer; whoever is cancelled
+    while waiting passes a place that was just given to it on. Each step costs the same however many wait.
+
+    Args:
+        limit: at most so many at a time, ≥ 1.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"limit={limit} lets nothing run")
+        self._free = limit
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        import asyncio
+
+        if self._free and not self._waiting:
+            self._free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._pass_on()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1

@@ -1,0 +1,176 @@
+"""HTTP with httpx: no further package needed, best for some hundred requests at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..failures import GymConnectionLost, GymError, GymTimeout, GymUnavailable
+from .base import CONNECT_TIMEOUT_S, KEEPALIVE_S, MAX_ANSWER_BYTES, HttpAnswer
+from .content import check_encoding, check_length, too_long
+from .deadline import Deadline
+
+if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
+#: Requests at a time in one pool. httpx looks at every connection of a pool before and after each request.
+POOL_SIZE = 16
+
+
+class HttpxTransport:
+    """Posts through many small pools of httpx's own transport, the layer below its client.
+
+    That layer knows no cookies, no redirects, no environment and no repeats. A pool never makes a request
+    wait, because none gets more than ``POOL_SIZE`` at a time.
+    """
+
+    def __init__(
+        self, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, max_answer_bytes: int = MAX_ANSWER_BYTES
+    ) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._max_answer_bytes = max_answer_bytes
+        self._pools: list[_Pool] = []
+        # Those with room; the last one is used, so that few connections serve a light load.
+        self._open: list[_Pool] = []
+        self._urls: dict[str, httpx.URL] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._closed = False
+
+    async def post(
+        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
+        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        return await self._exchange("POST", url, body, timeout_s=timeout_s, headers=sent)
+
+    async def get(self, url: str, *, timeout_s: float) -> HttpAnswer:
+        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
+        return await self._exchange("GET", url, None, timeout_s=timeout_s, headers={})
+
+    async def aclose(self) -> None:
+        """Close every connection; requests that run lose theirs."""
+        self._closed = True
+        self._open.clear()
+        while self._pools:
+            await self._pools.pop().transport.aclose()
+
+    async def _exchange(
+        self, method: str, url: str, body: bytes | None, *, timeout_s: float, headers: Mapping[str, str]
+    ) -> HttpAnswer:
+        import httpx
+
+        if self._closed:
+            raise GymUnavailable("the transport is closed", address=url)
+        request = httpx.Request(
+            method,
+            self._parsed(url),
+            headers={"Accept": "application/json", "Accept-Encoding": "identity", **headers},
+            content=body,
+            extensions={"timeout": {"connect": self._connect_timeout_s, "read": None, "write": None}},
+        )
+        deadline = Deadline(timeout_s)
+        pool = self._enter_pool()
+        try:
+            with deadline:
+                return await self._send(pool.transport, request, url)
+        except TimeoutError as error:
+            raise GymTimeout(
+                f"no whole answer within {timeout_s:g} s", address=url, elapsed_s=deadline.elapsed_s
+            ) from error
+        except httpx.UnsupportedProtocol as error:
+            raise GymError(f"not a URL of HTTP ({error})", address=url) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise GymUnavailable(
+                f"no connection ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+            ) from error
+        except httpx.TransportError as error:
+            raise GymConnectionLost(
+                f"no whole answer ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+            ) from error
+        finally:
+            self._leave_pool(pool)
+
+    async def _send(
+        self, transport: httpx.AsyncHTTPTransport, request: httpx.Request, url: str
+    ) -> HttpAnswer:
+        response = await transport.handle_async_request(request)
+        try:
+            most = self._max_answer_bytes
+            check_encoding(response.headers.get("content-encoding", ""), url)
+            check_length(response.headers.get("content-length"), most, url)
+            chunks: list[bytes] = []
+            size = 0
+            async for chunk in _stream_of(response):
+                size += len(chunk)
+                if size > most:
+                    raise too_long(most, url)
+                chunks.append(chunk)
+        finally:
+            await response.aclose()
+        return HttpAnswer(
+            response.status_code, b"".join(chunks), retry_after=response.headers.get("retry-after", "")
+        )
+
+    def _parsed(self, url: str) -> httpx.URL:
+        import httpx
+
+        known = self._urls.get(url)
+        if known is None:
+            try:
+                known = httpx.URL(url)
+            except httpx.InvalidURL as error:
+                raise GymError(f"not a URL ({error})", address=url) from error
+            self._urls[url] = known
+        return known
+
+    def _enter_pool(self) -> _Pool:
+        if not self._open:
+            if self._tls is None:
+                import ssl
+
+                # One for all pools: making one reads every certificate of the machine.
+                self._tls = ssl.create_default_context()
+            pool = _Pool(self._tls)
+            self._pools.append(pool)
+            self._open.append(pool)
+        pool = self._open[-1]
+        pool.active += 1
+        if pool.active == POOL_SIZE:
+            self._open.pop()
+        return pool
+
+    def _leave_pool(self, pool: _Pool) -> None:
+        pool.active -= 1
+        if pool.active == POOL_SIZE - 1 and not self._closed:
+            self._open.append(pool)
+
+
+class _Pool:
+    """Connections of up to ``POOL_SIZE`` requests at a time."""
+
+    __slots__ = ("active", "transport")
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        import httpx
+
+        self.active = 0
+        # No bound on the connections: httpx loses count when a request is cancelled while the pool makes
+        # room, and would then let later ones wait for ever. What is unused beyond the pool's size is closed.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=POOL_SIZE, keepalive_expiry=KEEPALIVE_S
+        )
+        self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits, retries=0)
+
+
+def _stream_of(response: httpx.Response) -> httpx.AsyncByteStream:
+    import httpx
+
+    stream = response.stream
+    assert isinstance(stream, httpx.AsyncByteStream)
+    return stream
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
