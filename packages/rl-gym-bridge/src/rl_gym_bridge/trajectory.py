@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .routed_experts import RoutedExperts
+
+# Engines round: a certain token may come back a little above 0.
+_LARGEST_LOGPROB = 1e-4
+
 
 class StopReason(str, Enum):
     """Why a rollout ended. Truncation is this value, never a guess from lengths or last tokens."""
@@ -60,8 +65,10 @@ class Turn:
                 f"a turn has {len(self.generation_token_ids)} sampled tokens but "
                 f"{len(self.generation_logprobs)} log-probabilities; they must correspond one to one"
             )
+        if _are_logprobs(self.generation_logprobs):
+            return
         for index, logprob in enumerate(self.generation_logprobs):
-            if not math.isfinite(logprob) or logprob > 1e-4:
+            if not math.isfinite(logprob) or logprob > _LARGEST_LOGPROB:
                 raise TrajectoryError(
                     f"sampled token {index} has log-probability {logprob}, not a finite number <= 0"
                 )
@@ -86,6 +93,8 @@ class Trajectory:
         reward_components: named parts of the reward.
         metrics: numbers that the environment reports (tool calls, format checks, …).
         text: the final assistant text, for people.
+        routed_experts: which experts the router chose for each token from the first on (the last one, which
+            no model has read, may lack); ``None`` unless the run replays the router.
     """
 
     turns: tuple[Turn, ...]
@@ -98,6 +107,7 @@ class Trajectory:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -142,6 +152,15 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled."""
         return sum(len(turn.generation_token_ids) for turn in self.turns)
+
+
+def _are_logprobs(values: tuple[float, ...]) -> bool:
+    """Whether all are finite and ≤ 0; at C speed, for answers of tens of thousands of tokens."""
+    if not values:
+        return True
+    total = sum(values)
+    # A NaN anywhere makes the sum one; without any, min and max are reliable.
+    return total == total and min(values) > -math.inf and max(values) <= _LARGEST_LOGPROB
 
 
 class FailureKind(str, Enum):
