@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from ..chat import Message
 
-_CONTROL_TEXT = {256: "<|endoftext|>", 257: "<|im_start|>", 258: "<|im_end|>"}
+_CONTROL_TEXT = {
+    256: "<|endoftext|>",
+    257: "<|im_start|>",
+    258: "<|im_end|>",
+    259: "<think>",
+    260: "</think>",
+    261: "<tool_call>",
+    262: "</tool_call>",
+}
 
 
 class ByteTokenizer:
@@ -18,7 +26,11 @@ class ByteTokenizer:
     pad_token_id = 256
     im_start_id = 257
     im_end_id = 258
-    vocab_size = 259
+    think_open_id = 259
+    think_close_id = 260
+    tool_call_open_id = 261
+    tool_call_close_id = 262
+    vocab_size = 263
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of ``text``."""
