@@ -74,6 +74,8 @@ def _check_item(item: Any, where: str) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise DatasetError(f"it is {role!r}", field=f"{where}.role", remedy=f"use one of {', '.join(_ROLES)}")
+    if role == "assistant" and item.get("content") is None and item.get("tool_calls"):
+        return
     if not isinstance(item.get("content"), (str, list)):
         raise DatasetError(
             f"it is a {type(item.get('content')).__name__}",
