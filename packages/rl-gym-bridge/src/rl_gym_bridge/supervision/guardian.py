@@ -53,6 +53,8 @@ def main() -> int:
     guard = os.fork()
     if guard == 0:
         os.setsid()
+        # Not inherited.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         return _Guard(first, orders, watch).run()
     return _watch(guard, first)
@@ -63,6 +65,8 @@ def _first_message(orders: Channel) -> dict[str, Any] | None:
     while not orders.closed and time.monotonic() < deadline:
         messages = orders.read(deadline - time.monotonic())
         if messages:
+            # The order to stop may have come with it.
+            orders.put_back(messages[1:])
             return messages[0]
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..failures import GymServerDied
 from .deployment import Deployment
+from .log_excerpt import ended_servers
 from .probing import get_all
 
 WHOLE = "gym"
@@ -37,7 +38,11 @@ def unwell(deployment: Deployment, timeout_s: float) -> dict[str, str]:
 
 def died(deployment: Deployment, problems: Mapping[str, str], *, elapsed_s: float = 0.0) -> GymServerDied:
     """The error for these problems, with the lines of Gym's log that may tell why."""
-    named = [WHOLE] if WHOLE in problems else list(problems)
+    named = list(problems)
+    if WHOLE in problems:
+        # Gym ends itself, and with it every server, when it sees that one of them is gone.
+        culprits = ended_servers(deployment.log)
+        named = [server.name for server in deployment.servers if server.name in culprits] or [WHOLE]
     urls = [server.url for server in deployment.servers if server.name in named]
     said = deployment.excerpt()
     return GymServerDied(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 from .channel import Channel, send_message
@@ -76,27 +77,27 @@ class GuardedCommand:
         self._problem = ""
         self._lock = threading.RLock()
         self._known: dict[int, Process] = {}
+        self._guardian: subprocess.Popen[bytes] | None = None
         own = process(os.getpid())
         if own is None:
             raise GuardianFailed("/proc does not show this process")
         complaints = log.with_name("guardian.log")
-        with open(complaints, "ab") as stderr:
-            os.chmod(complaints, 0o600)
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parents[2])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                cwd=folder,
-                env=dict(environment),
-                start_new_session=True,
-                bufsize=0,
-            )
-        assert self._guardian.stdin is not None
-        assert self._guardian.stdout is not None
-        self._orders = self._guardian.stdin
-        self._reports = Channel(self._guardian.stdout.fileno())
+        # Both pipes exist first: wherever this is interrupted, the guardian sees its pipe close.
+        orders_for_guardian, self._orders = _pipe()
+        self._answers, answers_of_guardian = _pipe()
+        self._reports = Channel(self._answers.fileno())
         try:
+            with orders_for_guardian, answers_of_guardian, open(complaints, "ab") as stderr:
+                os.chmod(complaints, 0o600)
+                self._guardian = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parents[2])],
+                    stdin=orders_for_guardian,
+                    stdout=answers_of_guardian,
+                    stderr=stderr,
+                    cwd=folder,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
             send_message(
                 self._orders.fileno(),
                 {
@@ -110,6 +111,7 @@ class GuardedCommand:
             )
             self._await_start(complaints)
         except BaseException:
+            self._orders.close()
             self.end(2.0)
             raise
 
@@ -121,7 +123,7 @@ class GuardedCommand:
                 raise GuardianFailed(self._problem)
             if not self.command_pid and (self._reports.closed or time.monotonic() > deadline):
                 said = complaints.read_text(errors="replace").strip()[-500:]
-                status = self._guardian.poll()
+                status = None if self._guardian is None else self._guardian.poll()
                 raise GuardianFailed(f"the guardian did not report a start (exit status {status}): {said}")
 
     def _read(self, timeout_s: float) -> None:
@@ -140,7 +142,7 @@ class GuardedCommand:
         """Why the command no longer runs, empty while it does; costs microseconds."""
         with self._lock:
             self._read(0.0)
-            watch_status = self._guardian.poll()
+            watch_status = None if self._guardian is None else self._guardian.poll()
             if self.exit_status is not None:
                 return f"the command ended with {described_status(self.exit_status)}"
             if self._ended:
@@ -160,26 +162,27 @@ class GuardedCommand:
         """End everything within ``seconds`` and a margin; returns what survived. May be called again."""
         self.ask_end(seconds)
         with self._lock:
+            guardian = self._guardian
             deadline = time.monotonic() + seconds + _MARGIN_S
-            while not self._reports.closed and time.monotonic() < deadline:
-                self._read(min(0.5, deadline - time.monotonic()))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guardian.wait(max(0.1, min(_MARGIN_S, deadline - time.monotonic())))
+            if guardian is not None:
+                while not self._reports.closed and time.monotonic() < deadline:
+                    self._read(min(0.5, deadline - time.monotonic()))
+                _wait(guardian, max(0.1, min(_MARGIN_S, deadline - time.monotonic())))
             left = self._end_what_is_left(max(_MARGIN_S, deadline - time.monotonic()))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guardian.wait(_MARGIN_S)
+            if guardian is not None:
+                _wait(guardian, _MARGIN_S)
             self._orders.close()
-            if self._guardian.stdout is not None:
-                self._reports.closed = True
-                self._guardian.stdout.close()
+            self._reports.closed = True
+            self._answers.close()
             return left
 
     def _end_what_is_left(self, seconds: float) -> list[Process]:
         """Do the guardian's work where it was killed itself, stopped, or hangs."""
-        if self._guardian.poll() is None:
+        guardian = self._guardian
+        if guardian is not None and guardian.poll() is None:
             # The tree below it is lost from sight once it is gone.
-            self._known.update({entry.pid: entry for entry in descendants(self._guardian.pid)})
-            watch = process(self._guardian.pid)
+            self._known.update({entry.pid: entry for entry in descendants(guardian.pid)})
+            watch = process(guardian.pid)
             if watch is not None:
                 send(watch, signal.SIGKILL)
         killed: set[int] = set()
@@ -190,7 +193,9 @@ class GuardedCommand:
                 now = process(pid)
                 if now is not None and now.started == entry.started:
                     found.setdefault(pid, now)
-            found.pop(self._guardian.pid, None)
+            if guardian is not None:
+                # Its exit is collected by subprocess.
+                found.pop(guardian.pid, None)
             killed.update(found)
             return list(found.values())
 
@@ -198,6 +203,17 @@ class GuardedCommand:
             reap_children(killed)
 
         return end_all(find, reap, polite_s=0.0, total_s=seconds)
+
+
+def _wait(guardian: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        guardian.wait(seconds)
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """Reading and writing end; closed when nobody refers to them any more."""
+    reading, writing = os.pipe()
+    return FileIO(reading, "rb"), FileIO(writing, "wb")
 
 
 def described_status(status: int) -> str:

@@ -22,6 +22,8 @@ _NOISE = re.compile(
 )
 _PORT_TAKEN = re.compile(r"address already in use|Errno 98\b", re.IGNORECASE)
 
+_SERVER_ENDED = re.compile(r"Process `([^`]+)` finished unexpectedly")
+
 
 def read_end(path: Path) -> str:
     """The last 128 KiB of a log, empty if there is none."""
@@ -47,3 +49,8 @@ def excerpt(path: Path, secrets: Iterable[str] = ()) -> str:
 def port_was_taken(path: Path) -> bool:
     """Whether a server could not listen because another program had its port."""
     return _PORT_TAKEN.search(read_end(path)) is not None
+
+
+def ended_servers(path: Path) -> frozenset[str]:
+    """Servers whose end made Gym end itself."""
+    return frozenset(_SERVER_ENDED.findall(read_end(path)))

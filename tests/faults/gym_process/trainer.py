@@ -1,0 +1,85 @@
+"""A program that starts Gym's double and then ends in one of many ways. Arguments: double, folder, mode."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rl_gym_bridge.config import NemoGymConfig
+from rl_gym_bridge.interpreter import GymInterpreter
+from rl_gym_bridge.process import GymProcess
+from rl_gym_bridge.supervision.deployment import Deployment
+
+
+def main() -> None:
+    double, folder, mode = sys.argv[1:]
+    behaviour: dict[str, object] = {"daemons": 2}
+    if mode == "sleep while starting":
+        behaviour["list_after_s"] = 60
+    if mode == "ignore SIGINT":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if mode == "block signals":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
+    if mode == "ignore SIGCHLD":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    config = NemoGymConfig(
+        "model",
+        gym_config={"double": behaviour},
+        work_dir=folder,
+        shutdown_timeout_s=3.0,
+        start_timeout_s=60.0,
+    )
+    gym = GymProcess(
+        config,
+        interpreter=GymInterpreter(Path(sys.executable), Path(double), "0.4.0", "3.12.0"),
+        search_folder=folder,
+    )
+    if mode == "sleep while starting":
+        wait = Deployment.await_head
+
+        def announce(self: Deployment, *arguments: object) -> None:
+            print("run", self.run_id, flush=True)
+            wait(self, *arguments)  # pyright: ignore
+
+        Deployment.await_head = announce  # type: ignore[method-assign]
+        gym.start()
+    if mode == "started in a thread that ended":
+        starter = threading.Thread(target=gym.start)
+        starter.start()
+        starter.join()
+    else:
+        gym.start()
+    print("run", gym.run_id, flush=True)
+    if mode == "exception":
+        with_block(gym)
+    elif mode == "os._exit":
+        os._exit(7)
+    elif mode == "sys.exit":
+        sys.exit(7)
+    elif mode in ("ignore SIGINT", "block signals", "ignore SIGCHLD"):
+        began = time.monotonic()
+        gym.shutdown()
+        print("shutdown", time.monotonic() - began, flush=True)
+        return
+    elif mode == "fork" and os.fork() == 0:
+        # A child that lives on with every descriptor of its parent.
+        os.setsid()
+        time.sleep(15)
+        os._exit(0)
+    time.sleep(600)
+
+
+def with_block(gym: GymProcess) -> None:
+    try:
+        raise ValueError("the first error")
+    except ValueError as error:
+        gym.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+if __name__ == "__main__":
+    main()
