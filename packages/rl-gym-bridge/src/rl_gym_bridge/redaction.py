@@ -60,10 +60,10 @@ _TOKEN_KINDS = frozenset(
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SHORTEST_LITERAL = 6
 
-# A name, possibly quoted, then `:` or `=`, then a value: quoted, or up to a space, comma, or bracket.
-_ASSIGNMENT = re.compile(
-    r"""(?P<name>[A-Za-z_][\w.\-]*)(?P<between>["']?\s*[:=]\s*)"""
-    r"""(?P<value>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])"']+)"""
+# A name, possibly quoted, then `:` or `=`; and a value: quoted, or up to a space, comma, or bracket.
+_NAME = re.compile(r"""(?P<name>[A-Za-z_][\w.\-]*)["']?\s*[:=]\s*""")
+_VALUE = re.compile(
+    r"""(?P<quote>["'])(?:(?!(?P=quote))[^\\]|\\.)*(?P=quote)?|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])"']+"""
 )
 _SCHEME = re.compile(r"\b(?P<scheme>Bearer|Basic)\s+(?P<value>[A-Za-z0-9._~+/=\-]{4,})")
 _USER_INFO = re.compile(r"(?P<before>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]*(?=@)", re.IGNORECASE)
@@ -108,15 +108,20 @@ def redacted_text(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     text = _USER_INFO.sub(rf"\g<before>{MASK}", text)
-    text = _ASSIGNMENT.sub(_masked_assignment, text)
-    return _SCHEME.sub(rf"\g<scheme> {MASK}", text)
+    return _SCHEME.sub(rf"\g<scheme> {MASK}", _without_assigned(text))
 
 
-def _masked_assignment(match: re.Match[str]) -> str:
-    if not is_secret_name(match["name"]):
-        return match[0]
-    quote = match["value"][0] if match["value"][0] in "\"'" else ""
-    return f"{match['name']}{match['between']}{quote}{MASK}{quote}"
+def _without_assigned(text: str) -> str:
+    parts = []
+    done = position = 0
+    while name := _NAME.search(text, position):
+        position = name.end()
+        value = _VALUE.match(text, position) if is_secret_name(name["name"]) else None
+        if value is not None:
+            quote = value["quote"] or ""
+            parts += [text[done:position], quote, MASK, quote]
+            done = position = value.end()
+    return "".join([*parts, text[done:]])
 
 
 def _strings(value: Any) -> set[str]:

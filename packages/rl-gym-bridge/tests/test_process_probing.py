@@ -1,0 +1,109 @@
+"""Requests to many servers at once, within one deadline whatever the servers do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rl_gym_bridge.supervision.probing import get_all
+
+Serve = Callable[[Callable[[socket.socket], None]], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Runs a server that treats each connection as told; returns its address."""
+    listening: list[socket.socket] = []
+
+    def start(treat: Callable[[socket.socket], None]) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        listening.append(server)
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, contextlib.suppress(OSError):
+                        treat(connection)
+
+        threading.Thread(target=run, daemon=True).start()
+        return f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+    yield start
+    for server in listening:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def _answer(text: bytes) -> Callable[[socket.socket], None]:
+    def treat(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(text)
+
+    return treat
+
+
+def test_status_and_body(serve: Serve) -> None:
+    good = serve(_answer(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok and more"))
+    bad = serve(_answer(b"HTTP/1.1 503 No\r\n\r\nlater"))
+    probes = get_all([good, bad, good], timeout_s=5)
+    assert (probes[good].status, probes[good].body, probes[good].problem) == (200, b"ok", "")
+    assert (probes[bad].status, probes[bad].body) == (503, b"later")
+
+
+def test_many_hanging_servers_cost_one_deadline_together(serve: Serve) -> None:
+    def hang(connection: socket.socket) -> None:
+        time.sleep(2)
+
+    urls = [serve(hang) for _ in range(20)]
+    began = time.monotonic()
+    probes = get_all(urls, timeout_s=0.4)
+    assert time.monotonic() - began < 1.2
+    assert {probe.problem for probe in probes.values()} == {"did not answer within 0.4 s"}
+    assert len(probes) == 20
+
+
+def test_a_server_that_drips_does_not_stretch_the_deadline(serve: Serve) -> None:
+    def drip(connection: socket.socket) -> None:
+        connection.recv(4096)
+        for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok":
+            connection.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+    url = serve(drip)
+    began = time.monotonic()
+    probe = get_all([url], timeout_s=0.4)[url]
+    assert time.monotonic() - began < 0.8
+    assert probe.problem == "answered only in part within 0.4 s"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\n", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", "closed the connection within its answer"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 twenty OK\r\n\r\n", "does not speak HTTP"),
+    ],
+)
+def test_what_is_no_answer(serve: Serve, text: bytes, problem: str) -> None:
+    url = serve(_answer(text))
+    assert get_all([url], timeout_s=5)[url].problem == problem
+
+
+def test_a_closed_port_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    began = time.monotonic()
+    assert get_all([url], timeout_s=5)[url].problem == "refuses connections"
+    assert time.monotonic() - began < 1
+
+
+def test_nothing_to_ask() -> None:
+    assert get_all([], timeout_s=5) == {}
