@@ -52,7 +52,7 @@ def check_sample_is_valid(answer: Mapping[str, Any], response: Mapping[str, Any]
     if error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         raise GymInvalidSample(
-            f"the response ended with the error {error!r}", infra=code in _INFRA_ENGINE_CODES
+            f"the response ended with the error {error!r}", infra=str(code) in _INFRA_ENGINE_CODES
         )
     if response.get("status") in ("failed", "cancelled"):
         raise GymInvalidSample(f"the response has the status {response['status']!r}", infra=True)

@@ -148,7 +148,7 @@ def _says_something(item: Mapping[str, Any]) -> bool:
     if item.get("type") == "function_call":
         return True
     parts = item.get("content") or item.get("summary") or []
-    if isinstance(parts, str):
+    if not isinstance(parts, list):
         return bool(parts)
     return any(not isinstance(part, Mapping) or part.get("text") or part.get("refusal") for part in parts)
 

@@ -96,7 +96,7 @@ def postprocess_nemo_gym_result(
     calls = [call for call, _ in kept]
     experts = _experts(calls, routed_experts_dtype) if require_routed_experts else None
     reward, components = read_reward(result, max_abs_reward=max_abs_reward)
-    stop_reason = _stop_reason(result, sequence, ending)
+    stop_reason = _stop_reason(result, sequence, ending, ignore=ignore_metrics)
     own = {
         "turns": float(len(turns)),
         "tool_calls": float(sum(text.tool_calls for text in texts)),
@@ -130,7 +130,7 @@ def _ending(response: Mapping[str, Any]) -> _Ending:
     if details is None:
         return _Ending("", str(note or ""))
     reason = details.get("reason") if isinstance(details, Mapping) else None
-    if reason not in _INCOMPLETE_REASONS:
+    if not isinstance(reason, str) or reason not in _INCOMPLETE_REASONS:
         raise GymAnswerError(
             f"response.incomplete_details is {details!r}; a rollout that was cut off must say why, by one of "
             f"{', '.join(_INCOMPLETE_REASONS)}"
@@ -138,10 +138,13 @@ def _ending(response: Mapping[str, Any]) -> _Ending:
     return _Ending(reason, f"incomplete because of {reason}")
 
 
-def _stop_reason(result: Mapping[str, Any], sequence: CallSequence, ending: _Ending) -> StopReason:
+def _stop_reason(
+    result: Mapping[str, Any], sequence: CallSequence, ending: _Ending, *, ignore: Collection[str]
+) -> StopReason:
     if ending.reason:
         return _INCOMPLETE_REASONS[ending.reason]
-    if result.get("truncated") is True:
+    # An agent that steps an environment says so itself; a field of the row that is only echoed says nothing.
+    if result.get("truncated") is True and "truncated" not in ignore:
         return StopReason.TOOL_LIMIT
     if sequence.open_tool_calls and result.get("terminated") is not True:
         return StopReason.TOOL_LIMIT
