@@ -1,0 +1,276 @@
+"""A Gym, the client that talks to it, and what makes samples of its answers: one runner of rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .attached import AttachedGym
+from .config import DeferredBaseUrls, NemoGymConfig
+from .failures import GymError, GymTimeout, GymUnavailable
+from .model_servers import await_model_servers
+from .outcomes import OutcomeMaker, failed
+from .process import GymProcess
+from .requests import RolloutRequest, RolloutResult
+from .session_health import HealthWatch
+from .shared_clients import SharedClients, until
+from .transport.choice import choose_transport
+
+if TYPE_CHECKING:
+    import asyncio
+
+#: What ending Gym may take beyond its bound, to see that nothing is left.
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHealth:
+    """A Gym all of whose servers answer.
+
+    Attributes:
+        head_url: address of its head server.
+        servers: names of all servers.
+        agents: names of those that run rollouts.
+    """
+
+    head_url: str
+    servers: tuple[str, ...]
+    agents: tuple[str, ...]
+
+
+class GymSession:
+    """Runs rollouts at a Gym that it starts, or at one that somebody else runs.
+
+    ``with GymSession(config) as session:`` or ``async with``. Every way out ends a Gym that was started here.
+
+    Args:
+        config: of Gym and the bridge.
+        head_url: head server of a Gym to use instead of starting one; it is not ended.
+
+    Raises:
+        GymConfigError: ``head_url`` is no address.
+    """
+
+    def __init__(self, config: NemoGymConfig, *, head_url: str | None = None) -> None:
+        self._config = config
+        self._gym: GymProcess | AttachedGym = (
+            GymProcess(config) if head_url is None else AttachedGym(head_url)
+        )
+        self._outcomes = OutcomeMaker(config)
+        self._watch = HealthWatch(self._gym)
+        self._clients = SharedClients(config)
+        self._runs: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._lock = threading.Lock()
+        self._state = "not started"
+        self._models_ready = not isinstance(config.base_urls, DeferredBaseUrls)
+
+    @property
+    def head_url(self) -> str:
+        """Address of the head server, empty while there is none."""
+        return self._gym.head_url
+
+    @property
+    def agents(self) -> Mapping[str, str]:
+        """Address of every agent by its name; empty unless Gym is ready."""
+        return self._gym.agents
+
+    def start(self) -> GymSession:
+        """Start Gym, or find the one of somebody else, and wait until every server answers.
+
+        Model servers with reserved addresses are not waited for; the first rollout does that.
+
+        Raises:
+            GymConfigError: settings or interpreter cannot be used.
+            GymStartError: Gym did not become ready in time; nothing of it is left.
+            GymError: the other's Gym cannot be used; see :meth:`AttachedGym.start`.
+        """
+        with self._lock:
+            if self._state != "not started":
+                raise GymUnavailable(f"it cannot be started: it is {self._state}", component="session")
+            self._state = "starting"
+        try:
+            if isinstance(self._gym, GymProcess):
+                self._gym.start()
+            else:
+                self._gym.start(self._config.start_timeout_s)
+        except BaseException:
+            self._state = "failed to start"
+            raise
+        with self._lock:
+            if self._state == "starting":
+                self._state = "running"
+        return self
+
+    async def start_async(self) -> GymSession:
+        """:meth:`start`, beside what else runs on the event loop."""
+        import asyncio
+
+        return await asyncio.to_thread(self.start)
+
+    def set_tokenizer(self, tokenizer: Any | None) -> None:
+        """Add ``prompt_str`` and ``generation_str`` to the answers of results, for logs.
+
+        Args:
+            tokenizer: has ``decode(list[int]) -> str``; ``None`` leaves answers as they come.
+
+        Raises:
+            GymConfigError: it has no ``decode``.
+        """
+        self._outcomes.set_tokenizer(tokenizer)
+
+    async def health_check(self, timeout_s: float = 10.0) -> SessionHealth:
+        """Ask every server.
+
+        Raises:
+            GymUnavailable: it was not started, or was shut down.
+            GymServerDied: a server ended or does not answer; ``component`` names it.
+        """
+        import asyncio
+
+        self._check_running()
+        await asyncio.to_thread(self._gym.health, timeout_s)
+        return SessionHealth(self.head_url, tuple(sorted(self._gym.servers)), tuple(sorted(self.agents)))
+
+    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
+        """See :class:`~rl_gym_bridge.requests.RolloutRunner`.
+
+        A rollout that cannot be had is a :class:`~rl_gym_bridge.trajectory.RolloutFailure` that says whose
+        fault it is. When a process of Gym is found dead, or the session is shut down, what runs is ended and
+        every rollout left is a failure that says so. Closing the iterator early ends what runs. May run
+        several times at once, on several loops.
+
+        Raises:
+            GymUnavailable: the session was not started, or was shut down before.
+            GymServerDied: Gym was found dead before; ``component`` names the server.
+            GymStartError: a model server with a reserved address did not come up in time.
+        """
+        import asyncio
+
+        self._check_running()
+        if self._watch.is_dead() and self._watch.dead is not None:
+            raise self._watch.dead
+        left = {id(request): request for request in requests}
+        stop = asyncio.Event()
+        async with self._run(stop), self._clients.lease(self.agents) as client:
+            await self._await_models()
+            async with self._watch.watching(stop):
+                async for request, answer in until(stop, client.stream(requests)):
+                    del left[id(request)]
+                    if isinstance(answer, GymError):
+                        yield failed(request, await self._watch.explained(answer))
+                    else:
+                        yield self._outcomes.result(request, answer)
+            for request in left.values():
+                yield failed(request, self._why_stopped(request))
+
+    @contextlib.asynccontextmanager
+    async def _run(self, stop: asyncio.Event) -> AsyncGenerator[None, None]:
+        """Let :meth:`shutdown` set ``stop`` from any thread while the block runs."""
+        import asyncio
+
+        entry = (asyncio.get_running_loop(), stop)
+        with self._lock:
+            self._runs.append(entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs.remove(entry)
+
+    async def _await_models(self) -> None:
+        deferred = self._config.base_urls
+        if isinstance(deferred, DeferredBaseUrls) and not self._models_ready:
+            # Several runs may wait at once; each asks for itself, and none waits for another's loop.
+            transport = choose_transport("httpx", max_concurrency=len(deferred.urls))
+            try:
+                await await_model_servers(deferred, transport)
+            finally:
+                await transport.aclose()
+            self._models_ready = True
+
+    def _why_stopped(self, request: RolloutRequest) -> GymError:
+        if self._watch.dead is not None:
+            return self._watch.dead
+        return GymUnavailable(f"the session was {self._state} meanwhile", component=request.agent)
+
+    def _check_running(self) -> None:
+        if self._state != "running":
+            raise GymUnavailable(
+                f"it is {self._state}", component="session", remedy="start a session, once, before using it"
+            )
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """End what runs, and Gym if it was started here; idempotent, from any thread, also before the start.
+
+        Args:
+            timeout_s: after which Gym is killed; by default ``config.shutdown_timeout_s``.
+
+        Raises:
+            GymTimeout: something of Gym is left, or still ends, some seconds after ``timeout_s``.
+        """
+        with self._lock:
+            self._state = "shut down"
+            runs = list(self._runs)
+        for loop, stop in runs:
+            # The loop may be closed by now.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stop.set)
+        if isinstance(self._gym, GymProcess):
+            self._end(self._gym, timeout_s)
+
+    def _end(self, gym: GymProcess, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            gym.config = dataclasses.replace(gym.config, shutdown_timeout_s=timeout_s)
+        bound = gym.config.shutdown_timeout_s + _GRACE_S
+        problems: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                gym.shutdown()
+            except BaseException as error:
+                problems.append(error)
+
+        began = time.monotonic()
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        thread.join(bound)
+        if thread.is_alive():
+            raise GymTimeout("Gym still ends", component="gym", elapsed_s=time.monotonic() - began)
+        if problems:
+            raise problems[0]
+
+    async def shutdown_async(self, timeout_s: float | None = None) -> None:
+        """:meth:`shutdown`, beside what else runs on the event loop."""
+        import asyncio
+
+        await asyncio.to_thread(self.shutdown, timeout_s)
+
+    def __enter__(self) -> GymSession:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.shutdown()
+            return
+        with contextlib.suppress(GymError):
+            self.shutdown()
+
+    async def __aenter__(self) -> GymSession:
+        return await self.start_async()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.shutdown_async()
+            return
+        with contextlib.suppress(GymError):
+            await self.shutdown_async()
