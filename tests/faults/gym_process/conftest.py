@@ -32,16 +32,24 @@ def stat(pid: int) -> tuple[str, int, int, int] | None:
 
 
 def processes_of(run_id: str) -> dict[int, int]:
-    """Start time by process id of everything that carries the run's id."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if f"RL_GYM_RUN_ID={run_id}".encode() in Path("/proc", entry, "environ").read_bytes():
-                    seen = stat(int(entry))
-                    if seen is not None:
-                        found[int(entry)] = seen[3]
-    return found
+    """Start time by process id of all that carries the run's id, is below such a one or in its session.
+
+    Ray's processes give themselves titles, which overwrites their environment.
+    """
+    everyone = {int(entry): stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    mine = {pid: seen for pid, seen in everyone.items() if seen is not None}
+    found: set[int] = set()
+    for pid in mine:
+        with contextlib.suppress(OSError):
+            if f"RL_GYM_RUN_ID={run_id}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    grown = True
+    while grown:
+        sessions = {mine[pid][2] for pid in found}
+        more = {pid for pid, seen in mine.items() if seen[1] in found or seen[2] in sessions} - found
+        found |= more
+        grown = bool(more)
+    return {pid: mine[pid][3] for pid in found}
 
 
 def listening() -> set[str]:
@@ -154,9 +162,9 @@ def guardians(run_id: str) -> tuple[int, int]:
 class Trainer:
     """Another program that uses Gym, and whose end is the test."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, gym: str = str(DOUBLE)) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "trainer.py"), str(DOUBLE), str(folder), mode],
+            [sys.executable, str(HERE / "trainer.py"), gym, str(folder), mode],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -173,11 +181,11 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
+def trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     made = []
 
-    def make(mode: str) -> Trainer:
-        made.append(Trainer(tmp_path, mode))
+    def make(mode: str, **more: str) -> Trainer:
+        made.append(Trainer(tmp_path, mode, **more))
         return made[-1]
 
     yield make

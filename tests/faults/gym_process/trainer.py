@@ -1,4 +1,7 @@
-"""A program that starts Gym's double and then ends in one of many ways. Arguments: double, folder, mode."""
+"""A program that starts Gym and then ends in one of many ways.
+
+Arguments: the double's file or ``real``, a folder, how to end.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from rl_gym_bridge.interpreter import GymInterpreter
 from rl_gym_bridge.process import GymProcess
 from rl_gym_bridge.supervision.deployment import Deployment
 
+MCQA = (
+    "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
+    "resources_servers/mcqa/configs/mcqa.yaml",
+)
+
 
 def main() -> None:
     double, folder, mode = sys.argv[1:]
@@ -26,18 +34,21 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
     if mode == "ignore SIGCHLD":
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    interpreter = None
+    settings: dict[str, object] = {"double": behaviour}
+    if double == "real":
+        settings = {"config_paths": MCQA}
+    else:
+        interpreter = GymInterpreter(Path(sys.executable), Path(double), "0.4.0", "3.12.0")
     config = NemoGymConfig(
         "model",
-        gym_config={"double": behaviour},
+        base_urls=("http://127.0.0.1:9/v1",),
+        gym_config=settings,
         work_dir=folder,
         shutdown_timeout_s=3.0,
-        start_timeout_s=60.0,
+        start_timeout_s=240.0,
     )
-    gym = GymProcess(
-        config,
-        interpreter=GymInterpreter(Path(sys.executable), Path(double), "0.4.0", "3.12.0"),
-        search_folder=folder,
-    )
+    gym = GymProcess(config, interpreter=interpreter, search_folder=folder)
     if mode == "sleep while starting":
         wait = Deployment.await_head
 

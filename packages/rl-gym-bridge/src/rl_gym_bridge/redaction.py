@@ -112,7 +112,7 @@ def redacted_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    parts = []
+    parts: list[str] = []
     done = position = 0
     while name := _NAME.search(text, position):
         position = name.end()
