@@ -70,7 +70,8 @@ def _row(raw: bytes, number: int, by_name: Mapping[str, Any], used: set[str]) ->
     try:
         parsed = loads_strict(raw.decode("utf-8"))
         if not isinstance(parsed, dict):
-            raise DatasetError(f"the row is a {type(parsed).__name__}, not a JSON object")
+            problem = f"the row is a {type(parsed).__name__}, not a JSON object"
+            return CheckedRow(number, {}, "", (), problem)
         script = parsed.pop(FIELD, None)
         for name in (str(number), str(parsed.get("row_id"))):
             if name in by_name:

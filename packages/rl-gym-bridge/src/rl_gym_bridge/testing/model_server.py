@@ -73,6 +73,7 @@ class ScriptedModelServer:
         self._number = 0
         self._faults: Counter[tuple[str, int]] = Counter()
         self._running_case = ""
+        self._running_from = 0
         self._server: ModelHttpServer | None = None
 
     def __enter__(self) -> ScriptedModelServer:
@@ -127,9 +128,10 @@ class ScriptedModelServer:
         """Meanwhile, policy calls that name no script are answered from this one; for one rollout at a time.
 
         As soon as one call of the rollout named its script, unnamed ones are a judge's that uses the policy's
-        model.
+        model. A rollout whose history has lost its tokens gets its turns in order all the same.
         """
-        self._running_case = case
+        with self._lock:
+            self._running_case, self._running_from = case, self._number
         try:
             yield
         finally:
@@ -222,6 +224,8 @@ class ScriptedModelServer:
         index = turn_index(body.get("messages") or ())
         with self._lock:
             script = self._scripts.get(case)
+            if case == self._running_case:
+                index = max(index, self._answered_to_running())
         if script:
             return index, script[min(index, len(script) - 1)]
         if self.default is None:
@@ -229,6 +233,15 @@ class ScriptedModelServer:
                 f"there is no script {case!r}" if case else f"the request's metadata has no {CASE_KEY}"
             )
         return index, self.default
+
+    def _answered_to_running(self) -> int:
+        return sum(
+            call.kind is CallKind.POLICY
+            and call.case == self._running_case
+            and call.number >= self._running_from
+            and bool(call.generation_token_ids)
+            for call in self._calls
+        )
 
     def _is_faulty_now(self, kind: CallKind, case: str, index: int, turn: ScriptedTurn) -> bool:
         key = (f"{kind.value}:{case}" if kind is CallKind.JUDGE else case, index)
