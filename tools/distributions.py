@@ -33,6 +33,11 @@ class Distribution:
         bound = self.declaration["project"]["requires-python"].removeprefix(">=")
         return tuple(int(part) for part in bound.split("."))
 
+    @property
+    def console_scripts(self) -> list[str]:
+        """Names of the commands that installing it brings."""
+        return sorted(self.declaration["project"].get("scripts", {}))
+
     def modules(self) -> list[str]:
         """Return the dotted names of all modules but `__main__`, packages before what is in them."""
         files = sorted(self.package.rglob("*.py"), key=lambda file: (len(file.parts), file))

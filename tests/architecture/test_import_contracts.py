@@ -68,6 +68,7 @@ PLANTED = [
     ("light-bridge", "rl_gym_bridge", "import torch"),
     ("light-bridge", "rl_gym_bridge.trajectory", "def f() -> None:\n    import nemo_gym.cli"),
     ("light-bridge", "rl_gym_bridge.trajectory", "import ray"),
+    ("light-bridge", "rl_gym_bridge.actor", "def f() -> None:\n    import ray"),
     ("light-bridge", "rl_gym_bridge.trajectory", "from transformers import AutoTokenizer"),
     ("pure-algorithms", "rl_algorithms.metrics", "import ray"),
     ("pure-algorithms", "rl_algorithms.metrics", "from megatron.core import parallel_state"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,9 @@ import pytest
 from tools.distributions import Distribution
 
 UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+#: What the bridge may bring with it: httpx and what httpx needs, on any Python.
+HTTPX = {"httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi"}
+HTTPX |= {"typing-extensions", "exceptiongroup"}
 FORBIDDEN = ["torch", "ray", "transformers", "nemo_gym", "numpy", "vllm", "megatron", "tensorrt_llm"]
 
 CHECK = """
@@ -104,6 +108,11 @@ def test_a_wheel_imports_alone(
     run(str(UV), "pip", "install", "--quiet", "--python", python, *built, cwd=tmp_path)
     check = CHECK.format(modules=distribution.modules(), forbidden=set(FORBIDDEN))
     run(python, "-I", "-W", "error", "-c", check, cwd=tmp_path)
+    listed = run(str(UV), "pip", "list", "--format", "json", "--python", python, cwd=tmp_path)
+    brought = {entry["name"] for entry in json.loads(listed)} - {name.replace("_", "-") for name in packages}
+    assert brought <= (HTTPX if "rl_gym_bridge" in packages else set())
+    for name in distribution.console_scripts:
+        assert "usage:" in run(python.parent / name, "--help", cwd=tmp_path)
     names = ZipFile(built[-1]).namelist()
     assert f"{distribution.import_name}/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
