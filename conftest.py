@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 import pytest
 
-#: Folders and files whose tests share something expensive, longest first; other files are groups of their own.
+#: Files and folders whose tests share something expensive, longest first; other files are groups of their own
 TOGETHER = (
     "tests/e2e/test_variants.py",
     "tests/image",
