@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,15 +17,12 @@ if TYPE_CHECKING:
 
     import httpx
 
-#: Requests at a time in one pool. httpx looks at every connection of a pool before and after each request.
-POOL_SIZE = 16
-
 
 class HttpxTransport:
-    """Posts through many small pools of httpx's own transport, the layer below its client.
+    """Posts through pools of httpx's own transport, the layer below its client, one request at a time each.
 
-    That layer knows no cookies, no redirects, no environment and no repeats. A pool never makes a request
-    wait, because none gets more than ``POOL_SIZE`` at a time.
+    That layer knows no cookies, no redirects, no environment and no repeats. httpx looks at every connection
+    and every request of a pool before and after each request: in one pool it costs more the more there are.
     """
 
     def __init__(
@@ -31,9 +30,9 @@ class HttpxTransport:
     ) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._max_answer_bytes = max_answer_bytes
-        self._pools: list[_Pool] = []
-        # Those with room; the last one is used, so that few connections serve a light load.
-        self._open: list[_Pool] = []
+        self._pools: list[httpx.AsyncHTTPTransport] = []
+        # By the server that they were last used for. The last one is used first: a light load needs few.
+        self._unused: dict[str, list[httpx.AsyncHTTPTransport]] = {}
         self._urls: dict[str, httpx.URL] = {}
         self._tls: ssl.SSLContext | None = None
         self._closed = False
@@ -52,9 +51,9 @@ class HttpxTransport:
     async def aclose(self) -> None:
         """Close every connection; requests that run lose theirs."""
         self._closed = True
-        self._open.clear()
+        self._unused.clear()
         while self._pools:
-            await self._pools.pop().transport.aclose()
+            await self._pools.pop().aclose()
 
     async def _exchange(
         self, method: str, url: str, body: bytes | None, *, timeout_s: float, headers: Mapping[str, str]
@@ -71,10 +70,11 @@ class HttpxTransport:
             extensions={"timeout": {"connect": self._connect_timeout_s, "read": None, "write": None}},
         )
         deadline = Deadline(timeout_s)
-        pool = self._enter_pool()
+        server = request.url.netloc.decode("ascii")
+        pool = self._pool_for(server)
         try:
             with deadline:
-                return await self._send(pool.transport, request, url)
+                return await self._send(pool, request, url)
         except TimeoutError as error:
             raise GymTimeout(
                 f"no whole answer within {timeout_s:g} s", address=url, elapsed_s=deadline.elapsed_s
@@ -90,7 +90,7 @@ class HttpxTransport:
                 f"no whole answer ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
             ) from error
         finally:
-            self._leave_pool(pool)
+            self._unused.setdefault(server, []).append(pool)
 
     async def _send(
         self, transport: httpx.AsyncHTTPTransport, request: httpx.Request, url: str
@@ -125,43 +125,36 @@ class HttpxTransport:
             self._urls[url] = known
         return known
 
-    def _enter_pool(self) -> _Pool:
-        if not self._open:
-            if self._tls is None:
-                import ssl
+    def _pool_for(self, server: str) -> httpx.AsyncHTTPTransport:
+        """An unused pool: with a connection to ``server``, else with one to another, else a new one."""
+        unused = self._unused.get(server) or next(filter(None, self._unused.values()), None)
+        return unused.pop() if unused else self._new_pool()
 
-                # One for all pools: making one reads every certificate of the machine.
-                self._tls = ssl.create_default_context()
-            pool = _Pool(self._tls)
-            self._pools.append(pool)
-            self._open.append(pool)
-        pool = self._open[-1]
-        pool.active += 1
-        if pool.active == POOL_SIZE:
-            self._open.pop()
-        return pool
-
-    def _leave_pool(self, pool: _Pool) -> None:
-        pool.active -= 1
-        if pool.active == POOL_SIZE - 1 and not self._closed:
-            self._open.append(pool)
-
-
-class _Pool:
-    """Connections of up to ``POOL_SIZE`` requests at a time."""
-
-    __slots__ = ("active", "transport")
-
-    def __init__(self, tls: ssl.SSLContext) -> None:
+    def _new_pool(self) -> httpx.AsyncHTTPTransport:
         import httpx
 
-        self.active = 0
-        # No bound on the connections: httpx loses count when a request is cancelled while the pool makes
-        # room, and would then let later ones wait for ever. What is unused beyond the pool's size is closed.
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=POOL_SIZE, keepalive_expiry=KEEPALIVE_S
-        )
-        self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits, retries=0)
+        if self._tls is None:
+            import ssl
+
+            # One for all: making one reads every certificate of the machine.
+            self._tls = ssl.create_default_context()
+            _settle_missing_sniffio()
+        # No bound on connections: httpx loses count when a request is cancelled while its pool makes room,
+        # and would then let later ones wait for ever. Beyond the one that may be kept, it closes unused ones.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
+        pool = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits, retries=0)
+        self._pools.append(pool)
+        return pool
+
+
+def _settle_missing_sniffio() -> None:
+    """Make the absence of ``sniffio`` cheap.
+
+    httpcore tries to import it some ten times per request. While it is missing, each try searches every
+    folder of ``sys.path``: that costs more than the request. The entry says what such a search would find.
+    """
+    if "sniffio" not in sys.modules and importlib.util.find_spec("sniffio") is None:
+        sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
 def _stream_of(response: httpx.Response) -> httpx.AsyncByteStream:
