@@ -134,14 +134,12 @@ def make_gym(tmp_path: Path, interpreter: GymInterpreter) -> Iterator[Callable[.
 
 
 def server_process(gym: GymProcess, name: str) -> int:
-    """The process behind a server's wrapper."""
-    wrapper = gym.servers[name].process.pid
-    (child,) = (
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and (seen := stat(int(entry))) is not None and seen[1] == wrapper
-    )
-    return child
+    """The process that serves: a shell that Gym starts becomes it or is its parent."""
+    watched = gym.servers[name].process.pid
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (seen := stat(int(entry))) is not None and seen[1] == watched:
+            return int(entry)
+    return watched
 
 
 def guardians(run_id: str) -> tuple[int, int]:

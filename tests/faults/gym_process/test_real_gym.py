@@ -54,6 +54,13 @@ def _gym(folder: Path, **more: object) -> GymProcess:
     return GymProcess(config, search_folder=folder)
 
 
+def _check_for(gym: GymProcess, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        gym.check()
+        time.sleep(0.01)
+
+
 def test_a_deployment_from_its_start_to_the_death_of_a_server(tmp_path: Path) -> None:
     gym = _gym(tmp_path, notes=ODD)
     with gym:
@@ -70,11 +77,8 @@ def test_a_deployment_from_its_start_to_the_death_of_a_server(tmp_path: Path) ->
         assert told["notes"] == ODD
         assert told["policy_api_key"] == "sk-of-this-test"
         os.kill(server_process(gym, "mcqa"), signal.SIGKILL)
-        began = time.monotonic()
         with pytest.raises(GymServerDied) as caught:
-            while time.monotonic() < began + 5:
-                gym.check()
-                time.sleep(0.01)
+            _check_for(gym, 5.0)
         assert caught.value.component == "mcqa"
         assert "sk-of-this-test" not in str(caught.value)
     trace.look()
