@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from .answer_reward import check_sample_is_valid, read_reward, verifier_metrics
 from .answer_text import read_text
-from .chat import ContinuityError, new_prompt_tokens
 from .failures import GymAnswerError, GymContinuityError, GymNoTokensError, GymTokenError
 from .model_calls import CallSequence, ModelCall, read_calls
 from .routed_experts import RoutedExperts, RoutedExpertsError, join_calls
@@ -156,12 +155,12 @@ def _continuous(calls: Sequence[ModelCall], *, keep_prefix: bool) -> list[tuple[
     seen: list[int] = []
     kept: list[tuple[ModelCall, tuple[int, ...]]] = []
     for turn, call in enumerate(calls, start=1):
-        try:
-            new = new_prompt_tokens(seen, call.prompt_token_ids, turn=turn)
-        except ContinuityError as error:
+        prompt = call.prompt_token_ids
+        if prompt[: len(seen)] != seen:
             if keep_prefix:
                 break
-            raise _broken(error) from error
+            raise _broken(seen, prompt, turn)
+        new = tuple(prompt[len(seen) :])
         kept.append((call, new))
         seen += new
         seen += call.generation_token_ids
@@ -172,15 +171,19 @@ def _continuous(calls: Sequence[ModelCall], *, keep_prefix: bool) -> list[tuple[
     return kept
 
 
-def _broken(error: ContinuityError) -> GymContinuityError:
-    found = "the prompt ends there" if error.got is None else f"got {error.got}"
+def _broken(seen: list[int], prompt: list[int], turn: int) -> GymContinuityError:
+    """What is wrong with a prompt that does not begin with the tokens seen so far."""
+    agreed = takewhile(lambda pair: pair[0] == pair[1], zip(seen, prompt, strict=False))
+    index = sum(1 for _ in agreed)
+    got = prompt[index] if index < len(prompt) else None
+    found = "the prompt ends there" if got is None else f"got {got}"
     return GymContinuityError(
-        f"the prompt of turn {error.turn} does not extend the tokens seen so far: at index {error.index} "
-        f"{found}, want {error.want}",
-        turn=error.turn,
-        index=error.index,
-        got=error.got,
-        want=error.want,
+        f"the prompt of turn {turn} does not extend the tokens seen so far: at index {index} {found}, "
+        f"want {seen[index]}",
+        turn=turn,
+        index=index,
+        got=got,
+        want=seen[index],
         remedy="the engine must continue from the token ids that earlier assistant messages carry",
     )
 
