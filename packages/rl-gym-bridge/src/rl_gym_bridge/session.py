@@ -161,7 +161,7 @@ class GymSession:
             await self._await_models()
             async with self._watch.watching(stop):
                 async for request, answer in until(stop, client.stream(requests)):
-                    del left[id(request)]
+                    left.pop(id(request), None)
                     if isinstance(answer, GymError):
                         yield failed(request, await self._watch.explained(answer))
                     else:
