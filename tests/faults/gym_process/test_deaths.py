@@ -198,12 +198,15 @@ def test_a_trainer_that_ends_by_itself_leaves_nothing(trainer, round_, mode) -> 
 
 @TIMES
 @pytest.mark.parametrize("mode", ["ignore SIGINT", "block signals", "ignore SIGCHLD"])
-def test_signal_settings_of_the_trainer_do_not_reach_gym(trainer, round_, mode) -> None:
+def test_signal_settings_of_the_trainer_do_not_reach_gym(trainer, tmp_path, round_, mode) -> None:
     program = trainer(mode)
     said, _ = program.process.communicate(timeout=20)
     assert program.process.returncode == 0
     # Gym's command reacted to SIGINT: nobody had to wait half of the 3 s and kill it.
     assert float(said.split()[1]) < 1.4
+    # And the guardian, which waits for children, had nothing to complain of.
+    (complaints,) = tmp_path.glob("gym-*/guardian.log")
+    assert complaints.read_text() == ""
     program.trace.gone_after()
 
 

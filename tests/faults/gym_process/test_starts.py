@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -57,7 +57,9 @@ def test_an_error_at_any_step_comes_out_as_it_was_and_leaves_nothing(
     gym = make_gym(daemons=2)
     if name == "find_gym_interpreter":
         gym = GymProcess(NemoGymConfig("model", work_dir=str(tmp_path)), search_folder=tmp_path)
-    before = set(os.listdir(deployment.tempfile.gettempdir()))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(kind) as caught:
         gym.start()
@@ -65,8 +67,7 @@ def test_an_error_at_any_step_comes_out_as_it_was_and_leaves_nothing(
     if gym.run_id:
         Trace(gym.run_id).gone_after()
         assert not (tmp_path / f"gym-{gym.run_id}" / "env.yaml").exists()
-    new = set(os.listdir(deployment.tempfile.gettempdir())) - before
-    assert not [entry for entry in new if entry.startswith("rlgym-")]
+    assert list(scratch.iterdir()) == []
     gym.shutdown()
 
 
@@ -231,6 +232,36 @@ def test_a_shutdown_during_the_start_ends_both(make_gym) -> None:
     assert trace.left() == []
     starter.join(5)
     assert "shut down while it started" in str(errors[0])
+
+
+def test_a_shutdown_before_anything_is_launched_waits_for_the_start_to_give_up(make_gym, monkeypatch) -> None:
+    gym = make_gym()
+    entered = threading.Event()
+    environment = deployment.gym_environment
+
+    def late(*arguments, **more):
+        entered.set()
+        gym._stopping.wait(5)
+        time.sleep(0.5)
+        return environment(*arguments, **more)
+
+    monkeypatch.setattr(deployment, "gym_environment", late)
+    errors = []
+
+    def start() -> None:
+        try:
+            gym.start()
+        except GymStartError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    assert entered.wait(5)
+    gym.shutdown()
+    starter.join(0.2)
+    assert not starter.is_alive()
+    assert len(errors) == 1
+    assert Trace(gym.run_id).left() == []
 
 
 def test_what_cannot_start_says_so(tmp_path, interpreter) -> None:

@@ -20,11 +20,6 @@ class Channel:
         self.descriptor = descriptor
         self.closed = False
         self._rest = b""
-        self._waiting: list[dict[str, Any]] = []
-
-    def put_back(self, messages: list[dict[str, Any]]) -> None:
-        """Have these come first in the next :meth:`read`."""
-        self._waiting = messages + self._waiting
 
     def read(self, timeout_s: float, *, also: int | None = None) -> list[dict[str, Any]]:
         """The messages that arrived, after at most ``timeout_s`` seconds of waiting for the first one.
@@ -33,10 +28,8 @@ class Channel:
             timeout_s: how long to wait.
             also: another descriptor that ends the wait when it can be read.
         """
-        if self._waiting or self.closed:
-            messages = self._waiting.copy()
-            self._waiting.clear()
-            return messages
+        if self.closed:
+            return []
         waiting = select.poll()
         waiting.register(self.descriptor, select.POLLIN)
         if also is not None:

@@ -4,7 +4,7 @@ It is two processes. The *guard* launches Gym, talks to the trainer over two pip
 is told to, when Gym's command ends, or when the trainer is gone. It is a subreaper: whatever leaves Gym's
 session or loses its parent becomes the guard's child, so the guard's descendants are all there is of Gym. The
 *watch*, the guard's parent and itself a subreaper, only waits for the guard; if somebody kills the guard, the
-watch inherits and ends the rest. If somebody kills the watch, the kernel tells the guard, and the guard does.
+watch inherits and ends the rest. If somebody kills the watch, the guard sees that and ends everything.
 (A Ray worker that is killed takes its direct children along: that is the watch.)
 
 Runs with ``-I -S``: standard library only.
@@ -25,7 +25,6 @@ from .ending import end_all
 from .processes import Process, descendants, process, send
 
 # From <linux/prctl.h>.
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _LOOK_S = 0.5
@@ -40,10 +39,9 @@ GUARD_KILLED = 70
 
 def main() -> int:
     """Run the watch, and below it the guard; descriptor 0 brings orders and descriptor 1 takes reports."""
-    # A trainer may ignore or block signals, and Gym would inherit that.
+    # A trainer may block or ignore signals, and this process and Gym would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGPIPE else signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     orders = Channel(0)
     first = _first_message(orders)
     if first is None:
@@ -55,7 +53,6 @@ def main() -> int:
         os.setsid()
         # Not inherited.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         return _Guard(first, orders, watch).run()
     return _watch(guard, first)
 
@@ -65,8 +62,6 @@ def _first_message(orders: Channel) -> dict[str, Any] | None:
     while not orders.closed and time.monotonic() < deadline:
         messages = orders.read(deadline - time.monotonic())
         if messages:
-            # The order to stop may have come with it.
-            orders.put_back(messages[1:])
             return messages[0]
     return None
 
