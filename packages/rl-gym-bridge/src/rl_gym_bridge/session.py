@@ -163,7 +163,7 @@ class GymSession:
                 async for request, answer in until(stop, client.stream(requests)):
                     left.pop(id(request), None)
                     if isinstance(answer, GymError):
-                        yield failed(request, await self._watch.explained(answer))
+                        yield failed(request, await self._explained(request, answer))
                     else:
                         yield self._outcomes.result(request, answer)
             for request in left.values():
@@ -194,9 +194,15 @@ class GymSession:
                 await transport.aclose()
             self._models_ready = True
 
+    async def _explained(self, request: RolloutRequest, error: GymError) -> GymError:
+        return await self._watch.explained(error) if self._state == "running" else self._ended(request)
+
     def _why_stopped(self, request: RolloutRequest) -> GymError:
-        if self._watch.dead is not None:
-            return self._watch.dead
+        # After a shutdown Gym's processes are gone, too, and nobody has to look for the reason.
+        running = self._state == "running"
+        return self._watch.dead if running and self._watch.dead is not None else self._ended(request)
+
+    def _ended(self, request: RolloutRequest) -> GymError:
         return GymUnavailable(f"the session was {self._state} meanwhile", component=request.agent)
 
     def _check_running(self) -> None:

@@ -1,0 +1,534 @@
+"""Sessions with doubles of Gym: one that is attached to, and one that the session starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rl_gym_bridge.config import DeferredBaseUrls, EffortLevel, NemoGymConfig, RewardPenalties
+from rl_gym_bridge.failures import (
+    GymAnswerError,
+    GymConfigError,
+    GymHttpError,
+    GymServerDied,
+    GymStartError,
+    GymTimeout,
+    GymUnavailable,
+)
+from rl_gym_bridge.model_servers import readiness_urls
+from rl_gym_bridge.requests import RolloutRequest, RolloutResult
+from rl_gym_bridge.retry import RetryPolicy
+from rl_gym_bridge.session import GymSession
+from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, Trajectory
+
+DOUBLES = Path(__file__).parent / "doubles"
+ONCE = RetryPolicy(infra_attempts=1)
+AGENT = "the_agent"
+
+
+def request(number: int = 0, *, agent: str = AGENT, effort: str = "", **wanted: Any) -> RolloutRequest:
+    body = {"wanted": wanted, **({"says": wanted.pop("says")} if "says" in wanted else {})}
+    return RolloutRequest(f"r{number}", "g", "row", agent, body, effort)
+
+
+async def collected(session: GymSession, *requests: RolloutRequest) -> list[RolloutResult]:
+    return [result async for result in session.run_rollouts(requests)]
+
+
+def run(session: GymSession, *requests: RolloutRequest) -> list[RolloutResult]:
+    return asyncio.run(collected(session, *requests))
+
+
+def failure(result: RolloutResult) -> RolloutFailure:
+    assert isinstance(result.outcome, RolloutFailure)
+    return result.outcome
+
+
+@pytest.fixture
+def other_gym() -> Iterator[Callable[..., tuple[str, subprocess.Popen[str]]]]:
+    """Starts Gyms that a session may be attached to: head server's address and process."""
+    made = []
+
+    def start(*arguments: str) -> tuple[str, subprocess.Popen[str]]:
+        command = [sys.executable, str(DOUBLES / "gym_http.py"), *arguments]
+        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert made[-1].stdout is not None
+        return made[-1].stdout.readline().strip(), made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture
+def head_url(other_gym: Callable[..., tuple[str, Any]]) -> str:
+    return other_gym()[0]
+
+
+def config(**changes: Any) -> NemoGymConfig:
+    values = {"retry": ONCE, "start_timeout_s": 5.0, "transport": "httpx", "rollout_timeout_s": 20.0}
+    return NemoGymConfig("policy", **{**values, **changes})
+
+
+def test_it_runs_rollouts_at_a_gym_that_somebody_else_runs(head_url: str) -> None:
+    with GymSession(config(), head_url=head_url) as session:
+        assert session.head_url == head_url
+        assert sorted(session.agents) == [AGENT]
+        results = run(session, *(request(number, reward=number) for number in range(20)))
+        health = asyncio.run(session.health_check())
+    assert (health.head_url, health.servers, health.agents) == (head_url, (AGENT,), (AGENT,))
+    assert sorted(result.request.rollout_id for result in results) == sorted(f"r{n}" for n in range(20))
+    for result in results:
+        outcome = result.outcome
+        assert isinstance(outcome, Trajectory)
+        assert (outcome.rollout_id, outcome.group_id, outcome.agent) == (
+            result.request.rollout_id,
+            "g",
+            AGENT,
+        )
+        assert outcome.reward == float(outcome.rollout_id[1:])
+        assert (outcome.token_ids, outcome.token_mask) == ((1, 2, 3, 4), (0, 0, 1, 1))
+        # The verifier's number is a metric, the echoed row is none.
+        assert outcome.metrics["score"] == 0.5
+        assert (result.attempts, result.answer is not None) == (1, True)
+
+
+def test_results_come_as_they_finish(head_url: str) -> None:
+    with GymSession(config(), head_url=head_url) as session:
+        results = run(session, request(0, hang_s=0.8), request(1), request(2, hang_s=0.4))
+    assert [result.request.rollout_id for result in results] == ["r1", "r2", "r0"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "said"),
+    [
+        ({"status": 429}, FailureKind.INFRA, "GymHttpError: the_agent at http"),
+        ({"status": 500}, FailureKind.INFRA, "answered 500: slow down"),
+        ({"status": 400}, FailureKind.DATA, "answered 400"),
+        ({"body": "{"}, FailureKind.DATA, "GymAnswerError"),
+        ({"body": "{}"}, FailureKind.DATA, "no response"),
+        ({"body": '{"response": {"output": []}, "reward": 1.0}'}, FailureKind.DATA, "GymNoTokensError"),
+        ({"reward": "much"}, FailureKind.DATA, "reward"),
+    ],
+)
+def test_k5_c11_a_failure_is_a_record_with_its_kind_and_touches_no_sibling(
+    wanted: dict, kind: FailureKind, said: str, head_url: str
+) -> None:
+    with GymSession(config(), head_url=head_url) as session:
+        results = run(session, *(request(n, **(wanted if n == 3 else {})) for n in range(10)))
+    outcomes = {result.request.rollout_id: result.outcome for result in results}
+    failed = outcomes.pop("r3")
+    assert isinstance(failed, RolloutFailure)
+    assert (failed.kind, failed.group_id, failed.rollout_id, failed.agent) == (kind, "g", "r3", AGENT)
+    assert said in failed.error
+    assert [type(outcome) for outcome in outcomes.values()] == [Trajectory] * 9
+
+
+def test_an_unknown_agent_is_the_rows_fault(head_url: str) -> None:
+    with GymSession(config(), head_url=head_url) as session:
+        (result,) = run(session, request(agent="the_agnet"))
+    assert failure(result).kind is FailureKind.DATA
+    assert "did you mean 'the_agent'?" in failure(result).error
+
+
+def test_penalties_and_efforts_of_the_config_are_taken(head_url: str) -> None:
+    settings = config(
+        penalties=RewardPenalties(invalid_tool_call=0.25),
+        effort_levels=(EffortLevel("low", token_budget=1, token_penalty=0.5),),
+    )
+    says = "<tool_call>{}"
+    with GymSession(settings, head_url=head_url) as session:
+        plain, low, unknown = sorted(
+            run(
+                session, request(0, says=says), request(1, effort="low"), request(2, effort="max", says=says)
+            ),
+            key=lambda result: result.request.rollout_id,
+        )
+    assert [result.outcome.reward for result in (plain, low, unknown)] == [0.75, 0.5, 1.0]  # type: ignore[union-attr]
+
+
+def test_a_tokenizer_adds_text_to_the_answers_that_are_kept(head_url: str) -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            if 3 in ids:
+                raise ValueError("no text")
+            return "".join(chr(96 + token) for token in ids)
+
+    with GymSession(config(), head_url=head_url) as session:
+        (before,) = run(session, request())
+        session.set_tokenizer(Tokenizer())
+        (after,) = run(session, request())
+        with pytest.raises(GymConfigError, match=r"int has no decode"):
+            session.set_tokenizer(3)
+    assert before.answer is not None and after.answer is not None  # noqa: PT018
+    (item,) = before.answer["response"]["output"]
+    (shown,) = after.answer["response"]["output"]
+    assert shown == {
+        **item,
+        "prompt_str": "ab",
+        "generation_str": "(not decoded: ValueError: no text)",
+    }
+    assert isinstance(after.outcome, Trajectory)
+
+
+def test_leaving_early_ends_what_runs(head_url: str) -> None:
+    async def first_of(session: GymSession) -> RolloutResult:
+        rollouts = session.run_rollouts([request(0), *(request(n, hang_s=30) for n in range(1, 20))])
+        async with contextlib.aclosing(rollouts) as results:  # type: ignore[type-var]
+            async for result in results:
+                return result
+        raise AssertionError
+
+    with GymSession(config(), head_url=head_url) as session:
+        began = time.monotonic()
+        assert asyncio.run(first_of(session)).request.rollout_id == "r0"
+        assert time.monotonic() - began < 5
+
+
+def test_a_session_works_on_one_loop_after_another_and_on_two_at_once(head_url: str) -> None:
+    with GymSession(config(), head_url=head_url) as session:
+        results: list[list[RolloutResult]] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(run(session, *(request(n) for n in range(10)))))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        results.append(run(session, request()))
+    assert [len(batch) for batch in results] == [10, 10, 10, 10, 1]
+
+
+def test_runs_on_one_loop_share_the_bound_on_concurrency(
+    other_gym: Callable[..., tuple[str, Any]],
+) -> None:
+    head, _ = other_gym()
+    most = 0
+
+    async def both(session: GymSession) -> None:
+        nonlocal most
+        runs = asyncio.gather(
+            *(collected(session, *(request(n, hang_s=0.2) for n in range(6))) for _ in range(3))
+        )
+        async with httpx.AsyncClient(trust_env=False) as looker:
+            while not runs.done():
+                most = max(most, int((await looker.get(f"{session.agents[AGENT]}/running")).text))
+                await asyncio.sleep(0.02)
+        await runs
+
+    with GymSession(config(max_concurrency=3), head_url=head) as session:
+        asyncio.run(both(session))
+    assert most == 3
+
+
+# --- before, after and without a Gym ---
+
+
+def test_nothing_runs_before_the_start_or_after_the_end(head_url: str) -> None:
+    session = GymSession(config(), head_url=head_url)
+    with pytest.raises(GymUnavailable, match="it is not started"):
+        run(session, request())
+    with pytest.raises(GymUnavailable, match="it is not started"):
+        asyncio.run(session.health_check())
+    session.start()
+    with pytest.raises(GymUnavailable, match="cannot be started: it is running"):
+        session.start()
+    session.shutdown()
+    session.shutdown()
+    with pytest.raises(GymUnavailable, match="it is shut down"):
+        run(session, request())
+    with pytest.raises(GymUnavailable, match="cannot be started: it is shut down"):
+        session.start()
+
+
+def test_a_shutdown_before_the_start_is_nothing_and_stays(head_url: str) -> None:
+    session = GymSession(config(), head_url=head_url)
+    session.shutdown()
+    with pytest.raises(GymUnavailable, match="it is shut down"):
+        session.start()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, FailureKind.INFRA), (500, FailureKind.INFRA), (400, FailureKind.DATA)]
+)
+def test_k10_a_head_server_that_answers_with_an_error_is_typed(
+    status: int, kind: FailureKind, other_gym: Callable[..., tuple[str, Any]]
+) -> None:
+    head, _ = other_gym(str(status))
+    with pytest.raises(GymHttpError) as caught:
+        GymSession(config(), head_url=head).start()
+    assert (caught.value.status, caught.value.kind, caught.value.component) == (status, kind, "head server")
+
+
+def test_a_head_server_that_is_not_there_is_waited_for_and_then_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(GymUnavailable, match=rf"head server at http://127\.0\.0\.1:{port}/server_instances"):
+        GymSession(config(start_timeout_s=0.5), head_url=f"http://127.0.0.1:{port}").start()
+    assert 0.2 < time.monotonic() - began < 3
+
+
+def test_a_listed_server_that_does_not_answer_is_named(other_gym: Callable[..., tuple[str, Any]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        head, _ = other_gym("200", url)
+        with pytest.raises(GymTimeout, match="judge: did not answer") as caught:
+            GymSession(config(start_timeout_s=1.0), head_url=head).start()
+    assert caught.value.component == "judge"
+
+
+def test_a_server_on_another_machine_is_refused(other_gym: Callable[..., tuple[str, Any]]) -> None:
+    head, _ = other_gym("200", "http://192.0.2.1:80")
+    with pytest.raises(GymAnswerError, match="judge: the head server lists it at http://192") as caught:
+        GymSession(config(), head_url=head).start()
+    assert caught.value.component == "judge"
+
+
+def test_an_agent_that_went_away_is_named_in_the_failures(
+    other_gym: Callable[..., tuple[str, subprocess.Popen[str]]],
+) -> None:
+    head, process = other_gym()
+    with GymSession(config(), head_url=head) as session:
+        process.kill()
+        process.wait(10)
+        began = time.monotonic()
+        results = run(session, *(request(n) for n in range(50)))
+        with pytest.raises(GymServerDied, match="the_agent: refuses connections"):
+            asyncio.run(session.health_check())
+    assert time.monotonic() - began < 5
+    assert len(results) == 50
+    for result in results:
+        assert failure(result).kind is FailureKind.INFRA
+        assert "GymServerDied" in failure(result).error
+        assert "the_agent: refuses connections" in failure(result).error
+        assert "the rollout at the_agent: no connection" in failure(result).error
+
+
+# --- model servers with reserved addresses ---
+
+
+class Ready(BaseHTTPRequestHandler):
+    path_that_works = "/health"
+
+    def do_GET(self) -> None:
+        status = 200 if self.path == self.path_that_works else 404
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def engine(port: int, path: str, after_s: float) -> Iterator[None]:
+    """Serves ``path`` at ``port`` after so many seconds."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def serve() -> None:
+        handler = type("Handler", (Ready,), {"path_that_works": path})
+        servers.append(ThreadingHTTPServer(("127.0.0.1", port), handler))
+        servers[0].serve_forever(0.05)
+
+    timer = threading.Timer(after_s, serve)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in opened]
+
+
+def test_the_addresses_at_which_a_server_says_that_it_is_ready() -> None:
+    assert readiness_urls("http://h:1/v1") == ("http://h:1/health", "http://h:1/v1/models")
+    assert readiness_urls("http://h:1") == ("http://h:1/health", "http://h:1/models")
+
+
+def test_the_first_rollout_waits_for_deferred_model_servers_and_later_ones_do_not(head_url: str) -> None:
+    ports = free_ports(2)
+    urls = tuple(f"http://127.0.0.1:{port}/v1" for port in ports)
+    settings = config(base_urls=DeferredBaseUrls(urls, 10.0))
+    began = time.monotonic()
+    with GymSession(settings, head_url=head_url) as session:
+        started = time.monotonic() - began
+        with engine(ports[0], "/health", 0.5), engine(ports[1], "/v1/models", 0.8):
+            (result,) = run(session, request())
+            waited = time.monotonic() - began - started
+        # They are gone again; nobody asks any more.
+        (later,) = run(session, request())
+    assert started < 2
+    assert 0.7 < waited < 5
+    assert isinstance(result.outcome, Trajectory)
+    assert isinstance(later.outcome, Trajectory)
+
+
+def test_a_deferred_model_server_that_does_not_come_up_is_named(head_url: str) -> None:
+    ports = free_ports(3)
+    urls = tuple(f"http://127.0.0.1:{port}/v1" for port in ports)
+    settings = config(base_urls=DeferredBaseUrls(urls, 0.6))
+    with GymSession(settings, head_url=head_url) as session, engine(ports[0], "/health", 0.0):
+        began = time.monotonic()
+        with pytest.raises(GymStartError) as caught:
+            run(session, request())
+        assert time.monotonic() - began < 3
+        # It is asked again next time.
+        with engine(ports[1], "/health", 0.0), engine(ports[2], "/health", 0.0):
+            (result,) = run(session, request())
+    message = str(caught.value)
+    assert "2 of 3 model servers did not come up" in message
+    assert urls[1] in message
+    assert urls[2] in message
+    assert urls[0] not in message
+    assert (caught.value.kind, caught.value.address) == (FailureKind.INFRA, urls[1])
+    assert isinstance(result.outcome, Trajectory)
+
+
+# --- a Gym of its own ---
+
+
+@pytest.fixture
+def gym_python(tmp_path: Path) -> str:
+    """An interpreter that says it has Gym 0.4.0, whose command is the double."""
+    folder = tmp_path / "gym" / "bin"
+    folder.mkdir(parents=True)
+    facts = {"python": [3, 12, 1], "version": "0.4.0", "prefix": str(tmp_path / "gym")}
+    said = json.dumps({**facts, "found": True, "checkout": False})
+    python = folder / "python"
+    python.write_text(
+        f"#!/bin/sh\ncase \"$*\" in *importlib.metadata*) echo '{said}' ;; "
+        f'*) exec {sys.executable} "$@" ;; esac\n'
+    )
+    python.chmod(0o755)
+    gym = folder / "gym"
+    gym.write_text((DOUBLES / "gym_command.py").read_text())
+    gym.chmod(0o755)
+    return str(python)
+
+
+def own(gym_python: str, tmp_path: Path, **changes: Any) -> GymSession:
+    values = {
+        "python": gym_python,
+        "work_dir": str(tmp_path),
+        "start_timeout_s": 30.0,
+        "shutdown_timeout_s": 3.0,
+    }
+    return GymSession(config(**{**values, **changes}))
+
+
+def pid_of(session: GymSession, name: str) -> int:
+    return session._gym.servers[name].process.pid  # type: ignore[union-attr]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def pids(session: GymSession) -> list[int]:
+    return [pid_of(session, name) for name in ("policy_model", "answers", "answers_agent")]
+
+
+def test_it_starts_a_gym_and_ends_it(gym_python: str, tmp_path: Path) -> None:
+    with own(gym_python, tmp_path) as session:
+        family = pids(session)
+        assert all(alive(pid) for pid in family)
+        health = asyncio.run(session.health_check())
+        assert health.servers == ("answers", "answers_agent", "policy_model")
+        assert health.agents == ("answers_agent",)
+    assert gone(family)
+
+
+def test_an_async_block_ends_it_after_an_error_too(gym_python: str, tmp_path: Path) -> None:
+    family: list[int] = []
+
+    async def fails() -> None:
+        async with own(gym_python, tmp_path) as session:
+            family.extend(pids(session))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(fails())
+    assert len(family) == 3
+    assert gone(family)
+
+
+def test_a_server_that_is_killed_while_rollouts_wait_for_it_is_named_at_once(
+    gym_python: str, tmp_path: Path
+) -> None:
+    """The agent waits for ever; nothing but a look at the processes tells that its server is dead."""
+    with own(gym_python, tmp_path) as session:
+        victim = pid_of(session, "answers")
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        began = time.monotonic()
+        results = run(session, *(request(n, agent="answers_agent") for n in range(30)))
+        took = time.monotonic() - began
+        with pytest.raises(GymServerDied, match="answers"):
+            run(session, request(agent="answers_agent"))
+    assert took < 3
+    assert sorted(result.request.rollout_id for result in results) == sorted(f"r{n}" for n in range(30))
+    for result in results:
+        assert failure(result).kind is FailureKind.INFRA
+        assert failure(result).error.startswith("GymServerDied: ")
+        assert "answers" in failure(result).error
+
+
+def test_a_shutdown_ends_rollouts_that_run(gym_python: str, tmp_path: Path) -> None:
+    with own(gym_python, tmp_path) as session:
+        family = pids(session)
+        threading.Timer(0.5, session.shutdown, (2.0,)).start()
+        began = time.monotonic()
+        results = run(session, *(request(n, agent="answers_agent") for n in range(5)))
+        assert time.monotonic() - began < 3
+        assert gone(family)
+    assert len(results) == 5
+    for result in results:
+        assert failure(result).kind is FailureKind.INFRA
+        assert "the session was shut down" in failure(result).error
+
+
+def test_a_shutdown_while_it_starts_ends_the_start(gym_python: str, tmp_path: Path) -> None:
+    session = own(gym_python, tmp_path, gym_config={"double": {"list_after_s": 60}})
+    threading.Timer(1.0, session.shutdown, (2.0,)).start()
+    began = time.monotonic()
+    with pytest.raises(GymStartError, match="shut down"):
+        session.start()
+    assert time.monotonic() - began < 8
+    with pytest.raises(GymUnavailable):
+        run(session, request())
