@@ -47,7 +47,8 @@ def failure_of(result: RolloutResult) -> RolloutFailure:
 def test_an_error_of_the_model_is_a_failure(gym: GymRun, rows: Rows, status: int) -> None:
     failure = failure_of(run(gym, rows, "mcqa/accepted", ScriptedTurn(status=status)))
     assert failure.kind is FailureKind.INFRA
-    assert "500" in failure.error
+    assert failure.error.startswith("GymHttpError: mcqa_simple_agent at http://127.0.0.1:")
+    assert "answered 500" in failure.error
     assert failure.agent == "mcqa_simple_agent"
     # Gym itself asks again after a 500, a few times.
     assert len(gym.server.calls) == (3 if status == 500 else 1)
@@ -84,6 +85,7 @@ def test_a_first_prompt_that_fills_the_context_is_the_rows_fault(gym: GymRun, ro
     gym.server.context_length = 100
     failure = failure_of(run(gym, rows, "mcqa/accepted", ANSWER))
     assert failure.kind is FailureKind.DATA
+    assert failure.error.startswith("GymNoTokensError: ")
     assert "context" in failure.error
 
 
@@ -118,6 +120,7 @@ def test_ids_without_log_probabilities_are_a_failure(gym: GymRun, rows: Rows) ->
     gym.server.alter = lose_one
     failure = failure_of(run(gym, rows, "mcqa/accepted", ANSWER))
     assert failure.kind is FailureKind.DATA
+    assert failure.error.startswith("GymTokenError: ")
     assert "generation_log_probs" in failure.error
 
 
@@ -133,6 +136,7 @@ def test_b5_a_prompt_that_does_not_extend_the_tokens_is_a_failure_naming_turn_an
     name = "workplace_assistant/accepted"
     failure = failure_of(run(gym, rows, name, *CASES[name].turns))
     assert failure.kind is FailureKind.DATA
+    assert failure.error.startswith("GymContinuityError: ")
     assert "turn 2" in failure.error
     assert "index 7" in failure.error
 
@@ -162,6 +166,7 @@ def test_our_deadline_ends_what_gym_repeats_for_ever(
     failure = failure_of(run(gym, rows, "mcqa/accepted", ENDLESS[fault], session=impatient))
     assert DEADLINE_S <= time.monotonic() - began < DEADLINE_S + 3
     assert failure.kind is FailureKind.INFRA
+    assert failure.error.startswith("GymTimeout: ")
     assert gym.server.calls or fault == "an answer that does not come"
 
 
@@ -171,6 +176,7 @@ def test_a_dead_model_server_is_a_failure_and_its_return_is_enough(
     gym.server.stop()
     failure = failure_of(run(gym, rows, "mcqa/accepted", ANSWER, session=impatient))
     assert failure.kind is FailureKind.INFRA
+    assert failure.error.startswith("GymTimeout: ")
     gym.server.start()
     result = run(gym, rows, "mcqa/accepted", ANSWER)
     assert isinstance(result.outcome, Trajectory), result.outcome
