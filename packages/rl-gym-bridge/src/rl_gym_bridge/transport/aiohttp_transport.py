@@ -19,11 +19,17 @@ class AiohttpTransport:
 
     aiohttp sends a request again by itself when a kept connection breaks, but only of a method that may be
     repeated: never a POST.
+
+    Raises:
+        ImportError: aiohttp is not installed.
     """
 
     def __init__(
         self, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, max_answer_bytes: int = MAX_ANSWER_BYTES
     ) -> None:
+        # Loading it takes up to a second, which must not fall into the first request's time.
+        import aiohttp  # noqa: F401
+
         self._connect_timeout_s = connect_timeout_s
         self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
@@ -63,7 +69,7 @@ class AiohttpTransport:
                 # In this turn the loop learns which unused connections their servers have closed.
                 await asyncio.sleep(0)
                 return await self._send(session, method, url, body, headers)
-        except aiohttp.InvalidURL as error:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise GymError(f"not a URL ({error})", address=url) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise GymUnavailable(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 from ..failures import GymConfigError
@@ -31,13 +30,15 @@ def choose_transport(name: Literal["auto", "httpx", "aiohttp"], *, max_concurren
             component="transport",
             remedy="use auto, httpx or aiohttp",
         )
-    installed = importlib.util.find_spec("aiohttp") is not None
-    if name == "auto":
-        return AiohttpTransport() if installed and max_concurrency > HTTPX_DEPTH else HttpxTransport()
-    if not installed:
+    if name == "auto" and max_concurrency <= HTTPX_DEPTH:
+        return HttpxTransport()
+    try:
+        return AiohttpTransport()
+    except ImportError as error:
+        if name == "auto":
+            return HttpxTransport()
         raise GymConfigError(
-            "aiohttp is not installed",
+            f"aiohttp cannot be loaded ({error})",
             component="transport",
             remedy="install rl-gym-bridge[aiohttp], or set transport to auto or httpx",
-        )
-    return AiohttpTransport()
+        ) from error

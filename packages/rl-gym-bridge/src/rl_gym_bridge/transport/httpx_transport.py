@@ -13,8 +13,6 @@ from .content import check_encoding, check_length, too_long
 from .deadline import Deadline
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx
 
 
@@ -28,14 +26,20 @@ class HttpxTransport:
     def __init__(
         self, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, max_answer_bytes: int = MAX_ANSWER_BYTES
     ) -> None:
+        import ssl
+
         self._connect_timeout_s = connect_timeout_s
         self._max_answer_bytes = max_answer_bytes
         self._pools: list[httpx.AsyncHTTPTransport] = []
         # By the server that they were last used for. The last one is used first: a light load needs few.
         self._unused: dict[str, list[httpx.AsyncHTTPTransport]] = {}
         self._urls: dict[str, httpx.URL] = {}
-        self._tls: ssl.SSLContext | None = None
+        # One for all: making one reads every certificate of the machine.
+        self._tls = ssl.create_default_context()
         self._closed = False
+        _settle_missing_sniffio()
+        # Loading httpx takes up to a second, which must not fall into the first request's time.
+        self._unused[""] = [self._new_pool()]
 
     async def post(
         self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -133,12 +137,6 @@ class HttpxTransport:
     def _new_pool(self) -> httpx.AsyncHTTPTransport:
         import httpx
 
-        if self._tls is None:
-            import ssl
-
-            # One for all: making one reads every certificate of the machine.
-            self._tls = ssl.create_default_context()
-            _settle_missing_sniffio()
         # No bound on connections: httpx loses count when a request is cancelled while its pool makes room,
         # and would then let later ones wait for ever. Beyond the one that may be kept, it closes unused ones.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
