@@ -62,6 +62,8 @@ REFUSED = [
     "http://evil.com/images.example.org",
     "http://evil.com#images.example.org",
     "http://images.example.org@127.0.0.1/x",
+    "http://user@images.example.org/x",
+    "http://user:secret@images.example.org/x",
     "http://127.0.0.1\\@images.example.org/x",
     "http://127.0.0.1 @images.example.org/x",
     "http://images.example.org\t.evil.com/x",

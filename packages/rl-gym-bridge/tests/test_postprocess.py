@@ -472,6 +472,7 @@ def test_the_flag_belongs_to_the_turn_in_which_it_happens() -> None:
         ("fine", "<think>never closed", True),
         ("fine", "closed</think>", True),
         ("fine", "<think>a<think>b</think></think>", True),
+        ("fine", "<think>a<think>b</think>", True),
         ("fine", "</think>backwards<think>", True),
     ],
 )

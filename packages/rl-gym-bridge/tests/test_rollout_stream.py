@@ -220,6 +220,7 @@ def test_k6_complete_groups_have_been_handed_over_before_the_error() -> None:
         ),
         (lambda rs: [sample(replace(rs[0], group_id="train/1/1"))], "its group is 'train/1/1'"),
         (lambda rs: [sample(replace(rs[0], agent="b"))], "its agent is 'b'"),
+        (lambda rs: [replace(sample(replace(rs[0], agent="b")), request=rs[0])], "its agent is 'b'"),
         (lambda rs: [sample(replace(rs[0], row_id="r3"))], "its row is 'r3'"),
         (lambda rs: [replace(sample(rs[1]), request=rs[0])], "its rollout is 'train/1/0/1'"),
         (lambda rs: [replace(sample(rs[2]), request=rs[0])], "its group is 'train/1/1'"),
@@ -270,6 +271,16 @@ def test_the_time_that_the_reader_takes_is_no_stall() -> None:
     assert asyncio.run(scenario()) == 4
 
 
+def test_a_steady_stream_is_no_stall_however_long_it_takes() -> None:
+    class Steady(Runner):
+        async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
+            for request in requests:
+                await asyncio.sleep(0.05)
+                yield sample(request)
+
+    assert len(asyncio.run(groups_of(Steady(all_good), stall_timeout_s=0.25))) == 4
+
+
 def test_a_runner_that_ignores_its_cancellation_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_gym_bridge.rollouts._CLOSE_S", 0.1)
     elapsed: list[float] = []
@@ -293,8 +304,10 @@ def test_a_runner_that_does_not_end_after_its_last_result_takes_nothing_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rl_gym_bridge.rollouts._CLOSE_S", 0.1)
+    started = time.monotonic()
     groups = asyncio.run(groups_of(HangingRunner(all_good)))
     assert len(groups) == 4
+    assert time.monotonic() - started < 1.0
 
 
 def test_leaving_the_stream_early_closes_the_runners() -> None:
