@@ -1,4 +1,8 @@
-"""Prints which of NeMo Gym's servers this environment satisfies, as ``KIND/NAME``; run by its interpreter."""
+"""Prints which of NeMo Gym's servers this environment satisfies, as ``KIND/NAME``; run by its interpreter.
+
+Gym looks for an environment per server. With ``--link`` this one becomes that of every server printed, below
+its folder ``servers``; for any other Gym makes one of its own when it starts.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +42,23 @@ def satisfied(requirements: list[str]) -> bool:
     return True
 
 
+def link(server: str) -> None:
+    """Let ``servers/KIND/NAME/.venv`` be this environment."""
+    place = Path(sys.prefix, "servers", server, ".venv")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(sys.prefix, target_is_directory=True)
+
+
 def main() -> None:
     packages = Path(sysconfig.get_path("purelib"))
     for kind in KINDS:
         for app in sorted((packages / kind).glob("*/app.py")):
             if satisfied(requirements_of(app.parent)):
-                sys.stdout.write(f"{kind}/{app.parent.name}\n")
+                server = f"{kind}/{app.parent.name}"
+                if sys.argv[1:] == ["--link"]:
+                    link(server)
+                sys.stdout.write(f"{server}\n")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,5 @@ fi
 uv venv --quiet --no-project --no-python-downloads --python "$python" "$root"
 uv pip sync --quiet --require-hashes --python "$root/bin/python" "$here/gym.txt"
 
-# Gym looks for an environment per server. This one serves all whose requirements it satisfies; for any other Gym
-# makes one of its own when it starts.
-"$root/bin/python" "$here/gym_servers.py" >"$root/servers.txt"
+"$root/bin/python" "$here/gym_servers.py" --link >"$root/servers.txt"
 test -s "$root/servers.txt"
-while read -r server; do
-    mkdir -p "$root/servers/$server"
-    ln -sfn "$root" "$root/servers/$server/.venv"
-done <"$root/servers.txt"

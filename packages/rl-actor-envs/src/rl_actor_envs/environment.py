@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .identity import environment_name, lock_hash, python_tag
+from .marks import read_mark, write_mark
 from .workspace import Project, Workspace
 
 BUILDING = "building.json"
@@ -68,7 +69,7 @@ class Environment(NamedTuple):
             return None
         path = os.path.join(self.root, marker)
         try:
-            recorded = self._recorded(marker)
+            recorded = read_mark(self.root, marker)
         except FileNotFoundError:
             return f"{path} does not exist"
         except (OSError, ValueError) as error:
@@ -88,7 +89,7 @@ class Environment(NamedTuple):
         """
         for marker in MARKERS:
             try:
-                if self.facts.keys() <= self._recorded(marker).keys():
+                if self.facts.keys() <= read_mark(self.root, marker).keys():
                     return True
             except (FileNotFoundError, IsADirectoryError):
                 continue
@@ -98,42 +99,13 @@ class Environment(NamedTuple):
                 return True
         return False
 
-    def _recorded(self, marker: str) -> dict[str, object]:
-        """What a marker says.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is no record.
-        """
-        import json
-
-        with open(os.path.join(self.root, marker), encoding="utf-8") as file:
-            recorded = json.load(file)
-        if not isinstance(recorded, dict):
-            raise ValueError("it holds no record")
-        return recorded
-
     def mark(self, marker: str, **more: object) -> None:
         """Write ``marker`` so that it is there completely or not at all.
 
         Raises:
             OSError: it cannot be written.
         """
-        import json
-
-        path = os.path.join(self.root, marker)
-        temporary = f"{path}.{os.getpid()}"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({**self.facts, **more}, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        directory = os.open(self.root, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_mark(self.root, marker, {**self.facts, **more})
 
 
 def actor_environment(

@@ -1,0 +1,209 @@
+"""Environments of programs that run in a Python of their own: any interpreter, and a file of hashed versions.
+
+What a program does with its environment beyond installing packages (links, generated files) is part of the
+build: an environment that lacks it is not finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .deadline import Deadline, build_timeout_s
+from .environment import BUILDING, COMPLETE
+from .errors import BuildError
+from .identity import content_hash
+from .locking import BuildLock
+from .marks import read_mark, write_mark
+from .uv import Uv, find_uv
+
+_TAG = (
+    "import sys; v = sys.version_info; "
+    "print(f'{sys.implementation.name}-{v.major}.{v.minor}.{v.micro} {sys.base_prefix}')"
+)
+_TAG_TIMEOUT_S = 60.0
+
+
+class PinnedEnvironment(NamedTuple):
+    """A virtual environment that exists or is to be built.
+
+    Attributes:
+        root: absolute path of its root directory; its name tells program, versions and Python apart.
+        program: what runs in it, such as ``gym``.
+        requirements: absolute path of the file of hashed versions.
+        versions: hash of that file's content.
+        python: which Python, such as ``cpython-3.12.1``, and where it is installed.
+        base: interpreter to make it with.
+    """
+
+    root: str
+    program: str
+    requirements: str
+    versions: str
+    python: str
+    base: str
+
+    @property
+    def interpreter(self) -> str:
+        """Absolute path of its ``python``."""
+        return os.path.join(self.root, "bin", "python")
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What its mark has to say."""
+        return {"program": self.program, "versions": self.versions, "python": self.python}
+
+    def is_complete(self) -> bool:
+        """Whether it was built to the end. Reads files only."""
+        return _says(self.root, COMPLETE, self.facts) and os.path.isfile(self.interpreter)
+
+
+def pinned_environment(
+    program: str, requirements: str | os.PathLike[str], *, python: str, directory: str | os.PathLike[str]
+) -> PinnedEnvironment:
+    """The environment of ``program`` below ``directory``.
+
+    Args:
+        program: first part of the folder's name.
+        requirements: a requirements file in which every package has a version and hashes.
+        python: interpreter to make it with.
+        directory: where environments are.
+
+    Raises:
+        BuildError: the file cannot be read, or the interpreter does not run.
+    """
+    import hashlib
+
+    path = os.path.abspath(requirements)
+    try:
+        versions = content_hash(path)
+    except OSError as error:
+        raise BuildError(f"the versions of {program}, {path}, cannot be read ({error.strerror})") from error
+    tag = _tag(program, python)
+    key = hashlib.sha256(f"{versions} {tag}".encode()).hexdigest()[:16]
+    root = os.path.join(os.path.abspath(directory), f"{program}-{key}")
+    return PinnedEnvironment(root, program, path, versions, tag, python)
+
+
+def find_pinned(
+    program: str, requirements: str | os.PathLike[str], directory: str | os.PathLike[str]
+) -> str | None:
+    """Root of a finished environment of ``program`` with the versions of ``requirements``, for any Python."""
+    versions = content_hash(requirements)
+    parent = os.path.abspath(directory)
+    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
+    for name in names:
+        root = os.path.join(parent, name)
+        wanted: dict[str, object] = {"program": program, "versions": versions}
+        if _says(root, COMPLETE, wanted) and os.path.isfile(os.path.join(root, "bin", "python")):
+            return root
+    return None
+
+
+def build_pinned(
+    environment: PinnedEnvironment, *, finish: Callable[[PinnedEnvironment], object] | None = None
+) -> bool:
+    """Make sure that an environment is built; returns whether this process did it.
+
+    Many processes may ask at once: one builds, the others wait. What a dead builder left is removed first.
+
+    Args:
+        environment: to build.
+        finish: does what the program needs besides its packages, before the environment counts as built.
+
+    Raises:
+        UvMissingError: there is no uv.
+        UvError: uv failed or ran past the deadline.
+        LockTimeoutError: another process has been building it for longer than the deadline.
+        BuildError: something else is in its place, the folder cannot be written, or the versions changed.
+    """
+    if environment.is_complete():
+        return False
+    executable = find_uv()
+    try:
+        with BuildLock(f"{environment.root}.lock") as lock:
+            if environment.is_complete():
+                return False
+            _clear(environment)
+            uv = Uv(executable, Deadline(build_timeout_s()), lock.fd)
+            _install(environment, uv)
+            if finish is not None:
+                finish(environment)
+            if content_hash(environment.requirements) != environment.versions:
+                raise BuildError(f"{environment.requirements} changed meanwhile; build again")
+            write_mark(environment.root, COMPLETE, environment.facts)
+            os.unlink(os.path.join(environment.root, BUILDING))
+    except OSError as error:
+        raise BuildError(
+            f"the environment of {environment.program} at {environment.root} cannot be written ({error}); "
+            f"check space and rights there, or choose another directory"
+        ) from error
+    return True
+
+
+def _install(environment: PinnedEnvironment, uv: Uv) -> None:
+    import tempfile
+
+    # uv reads the settings of a project above the folder it runs in; above this one there is none.
+    with tempfile.TemporaryDirectory(prefix="rl-actor-envs-") as folder:
+        uv.run(
+            *("venv", "--quiet", "--no-project", "--no-python-downloads", "--allow-existing"),
+            *(f"--python={environment.base}", environment.root),
+            folder=folder,
+        )
+        uv.run(
+            *("pip", "sync", "--quiet", "--require-hashes"),
+            *(f"--python={environment.interpreter}", environment.requirements),
+            folder=folder,
+        )
+
+
+def _clear(environment: PinnedEnvironment) -> None:
+    """Leave a directory with nothing but the mark of a builder at work.
+
+    Raises:
+        BuildError: it holds something else than an environment of ours.
+    """
+    import shutil
+
+    root = environment.root
+    held = os.listdir(root) if os.path.lexists(root) else []
+    ours = any(_says(root, marker, environment.facts) for marker in (BUILDING, COMPLETE))
+    if held and not ours:
+        raise BuildError(f"{root} exists and was not built here, so it is not replaced; move it away")
+    os.makedirs(root, exist_ok=True)
+    # First the mark, then the removal: what a kill in between leaves is still known as ours.
+    write_mark(root, BUILDING, environment.facts)
+    for name in held:
+        path = os.path.join(root, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif name != BUILDING:
+            os.unlink(path)
+
+
+def _says(root: str, marker: str, facts: dict[str, object]) -> bool:
+    try:
+        recorded = read_mark(root, marker)
+    except (OSError, ValueError):
+        return False
+    return facts.items() <= recorded.items()
+
+
+def _tag(program: str, python: str) -> str:
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            [python, "-I", "-S", "-c", _TAG],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TAG_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the Python of {program}, {python}, does not run ({error})") from error
+    if done.returncode:
+        raise BuildError(f"the Python of {program}, {python}, does not run: {done.stderr.strip()[-300:]}")
+    return done.stdout.strip()
