@@ -220,6 +220,7 @@ def test_a_broken_environment_is_found_out(check: Check, small: SmallGym, fault:
     done = check({**ROW, "check": SCRIPTS})
     assert done.code == 1
     assert f"\n      {finding}\n" in done.out
+    assert "GymTimeout" not in done.out
     assert "WRONG line 1" in done.out
 
 
@@ -369,6 +370,27 @@ def test_the_command_line_without_a_gym_says_what_to_do(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert stopped.value.code == 0
+
+
+def test_a_rollout_that_was_given_up_does_not_spoil_the_next(check: Check, small: SmallGym) -> None:
+    """The agent goes on asking while the next rollouts run."""
+    slow = {"accepted": [{"tool_calls": [{"name": "add", "arguments": {}}], "delay_s": 0.3}]}
+    done = check({**ROW, "check": slow}, ROW, ROW, ROW, arguments=("--rollout-timeout", "1"))
+    assert "WRONG line 1 accepted" in done.out
+    assert "GymTimeout" in done.out
+    assert done.out.count("\nok    line") == 3
+
+
+def test_a_judges_script_ends_with_its_row(check: Check, small: SmallGym) -> None:
+    small.judge = small.model.judge_model
+    scripts = {
+        "accepted": ["It is 4."],
+        "judge": {"accepted": ["yes"]},
+        "expect": {"accepted": {"reward": 1}},
+    }
+    usual = {"accepted": ["It is 4."], "expect": {"accepted": {"reward": 0}}}
+    done = check({**ROW, "check": scripts}, {**ROW, "check": usual})
+    assert done.code == 0, done.out
 
 
 def test_nothing_of_a_check_is_left(check: Check, small: SmallGym) -> None:

@@ -17,6 +17,7 @@ from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason, Tr
 CASES = {case.name: case for case in gym_cases()}
 ANSWER = ScriptedTurn(content="\\boxed{E}")
 DEADLINE_S = 4.0
+ENDLESS_SCRIPT = "without end"
 Rows = dict[str, dict[str, Any]]
 
 
@@ -26,15 +27,15 @@ def impatient(gym: GymRun) -> Iterator[GymSession]:
     with GymSession(gym.config(rollout_timeout_s=DEADLINE_S), head_url=gym.session.head_url) as session:
         yield session
     # Gym goes on with a rollout that nobody waits for: its model has to let it end.
-    for case in CASES:
-        gym.server.script(case, (ANSWER,))
+    gym.server.script(ENDLESS_SCRIPT, (ANSWER,))
 
 
 def run(
     gym: GymRun, rows: Rows, name: str, *turns: ScriptedTurn, session: GymSession | None = None
 ) -> RolloutResult:
-    gym.server.script(name, turns)
-    (result,) = gym.run(gym.requests_for(rows[name], script=name, agent=CASES[name].agent), session=session)
+    script = ENDLESS_SCRIPT if session else name
+    gym.server.script(script, turns)
+    (result,) = gym.run(gym.requests_for(rows[name], script=script, agent=CASES[name].agent), session=session)
     return result
 
 

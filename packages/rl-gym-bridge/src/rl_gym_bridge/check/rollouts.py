@@ -79,15 +79,16 @@ def _check(
     (request,) = gym.requests_for(row.row, script=title, agent=agent)
     with server.running(title):
         (result,) = gym.run([request])
+    calls = server.calls_for(title)
     findings = contract_findings(
         result,
-        server.calls,
+        calls,
         source=row.row["responses_create_params"],
         generation=generation_settings(GENERATION),
         models=(server.model, server.judge_model),
     )
     if result.answer is not None:
-        findings += tuple(_expected(script.expect, result.answer, server.calls))
+        findings += tuple(_expected(script.expect, result.answer, calls))
     return CaseReport(title, findings, time.monotonic() - began), _reward(result)
 
 

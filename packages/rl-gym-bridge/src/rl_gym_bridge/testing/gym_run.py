@@ -206,7 +206,7 @@ class GymRun:
             case,
             row,
             result,
-            self.server.calls,
+            self.server.calls_for(case.name),
             generation=generation_settings(GENERATION),
             models=(self.server.model, self.server.judge_model),
         )

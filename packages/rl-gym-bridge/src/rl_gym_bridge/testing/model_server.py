@@ -147,6 +147,13 @@ class ScriptedModelServer:
         """The requests of one kind, and of one case where one is named."""
         return tuple(call for call in self.calls if call.kind is kind and (case is None or call.case == case))
 
+    def calls_for(self, case: str) -> tuple[ModelCall, ...]:
+        """The requests for a case, and those that nobody can tell a case of.
+
+        Gym may go on with a rollout that nobody waits for; its calls are not among those of the next.
+        """
+        return tuple(call for call in self.calls if call.case in (case, ""))
+
     def clear(self) -> None:
         """Forget requests and faults; the scripts stay."""
         with self._lock:
