@@ -111,6 +111,7 @@ def test_components_without_a_reward_are_a_contradiction() -> None:
         ("transport_timeout", FailureKind.INFRA),
         ("my_server:sandbox_timeout", FailureKind.INFRA),
         ("infrastructure", FailureKind.INFRA),
+        ("my_server:classroom_full", FailureKind.DATA),
         ("verifier_error", FailureKind.DATA),
         ("judge_unparseable", FailureKind.DATA),
         ("my_server:something", FailureKind.DATA),

@@ -30,8 +30,20 @@ _INFRA_FAILURES = frozenset(
         "cohort_incomplete",
     }
 )
-# Names of an environment's own, and of other releases.
-_INFRA_WORDS = ("infra", "timeout", "timed_out", "unavailable", "unreachable", "outage", "oom", "connection")
+# For names of an environment's own, and of other releases.
+_INFRA_WORDS = frozenset(
+    {
+        "infra",
+        "infrastructure",
+        "timeout",
+        "timed",
+        "unavailable",
+        "unreachable",
+        "outage",
+        "oom",
+        "connection",
+    }
+)
 _INFRA_ENGINE_CODES = frozenset({"server_error", "rate_limit_exceeded", "vector_store_timeout"})
 _SUM_TOLERANCE = 1e-6
 _NOT_METRICS = frozenset(
@@ -139,4 +151,5 @@ def _flag(mapping: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_infra(failure: str) -> bool:
-    return failure in _INFRA_FAILURES or any(word in failure.lower() for word in _INFRA_WORDS)
+    words = failure.lower().replace(":", "_").replace("-", "_").split("_")
+    return failure in _INFRA_FAILURES or not _INFRA_WORDS.isdisjoint(words)
