@@ -43,6 +43,16 @@ def test_turns_that_contradict_themselves_are_refused(
         Turn((), ids, logprobs)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), 0.1])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_one_bad_log_probability_is_found_wherever_it_stands(index: int, value: float) -> None:
+    logprobs = [-0.5, -0.25, 0.00005]
+    Turn((), (1, 2, 3), tuple(logprobs))
+    logprobs[index] = value
+    with pytest.raises(TrajectoryError, match=f"token {index} has"):
+        Turn((), (1, 2, 3), tuple(logprobs))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"turns": ()}, {"reward": float("nan")}, {"weight_versions": (1, 2)}],
