@@ -74,15 +74,16 @@ class HangingRunner(Runner):
     ) -> None:
         super().__init__(script)
         self.stubborn = stubborn
+        self.released = False
 
     async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
         async with aclosing(super().run_rollouts(requests)) as results:  # type: ignore[type-var]
             async for result in results:
                 yield result
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end and not self.released:
             try:
-                await asyncio.sleep(end - time.monotonic())
+                await asyncio.sleep(0.02)
             except asyncio.CancelledError:
                 if not self.stubborn:
                     raise
@@ -250,7 +251,7 @@ def test_a_runner_that_hangs_ends_at_the_deadline_and_what_is_missing_is_named()
     started = time.monotonic()
     with pytest.raises(GymTimeout, match=r"bound is 0\.2 s.*7 of 8 rollouts; missing: train/1/3/1") as caught:
         asyncio.run(groups_of(runner, timeout_s=0.2))
-    assert time.monotonic() - started < 1.2
+    assert time.monotonic() - started < 5.0
     assert runner.closed
     assert kind_of(caught.value) is FailureKind.INFRA
 
@@ -263,9 +264,9 @@ def test_a_runner_that_gives_nothing_for_too_long_ends_before_the_deadline() -> 
 def test_the_time_that_the_reader_takes_is_no_stall() -> None:
     async def scenario() -> int:
         count = 0
-        async for _ in stream_nemo_gym_rollouts(Runner(all_good), ROWS, **settings(stall_timeout_s=0.1)):
+        async for _ in stream_nemo_gym_rollouts(Runner(all_good), ROWS, **settings(stall_timeout_s=0.3)):
             count += 1
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.35)
         return count
 
     assert asyncio.run(scenario()) == 4
@@ -286,18 +287,16 @@ def test_a_runner_that_ignores_its_cancellation_is_not_waited_for(monkeypatch: p
     elapsed: list[float] = []
 
     async def scenario() -> None:
+        runner = HangingRunner(lambda requests: [], stubborn=True)
         started = time.monotonic()
         with pytest.raises(GymTimeout):
-            await groups_of(HangingRunner(lambda requests: [], stubborn=True), timeout_s=0.1)
+            await groups_of(runner, timeout_s=0.1)
         elapsed.append(time.monotonic() - started)
+        runner.released = True
+        await asyncio.sleep(0.2)
 
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(scenario())
-        loop.run_until_complete(asyncio.sleep(1.6))
-    finally:
-        loop.close()
-    assert elapsed[0] < 1.0
+    asyncio.run(scenario())
+    assert elapsed[0] < 5.0
 
 
 def test_a_runner_that_does_not_end_after_its_last_result_takes_nothing_away(
@@ -307,7 +306,7 @@ def test_a_runner_that_does_not_end_after_its_last_result_takes_nothing_away(
     started = time.monotonic()
     groups = asyncio.run(groups_of(HangingRunner(all_good)))
     assert len(groups) == 4
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
 
 
 def test_leaving_the_stream_early_closes_the_runners() -> None:
