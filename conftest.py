@@ -1,8 +1,12 @@
-"""How the suite is spread over processes: what shares an expensive fixture stays together, and goes first."""
+"""What the whole suite shares: how it is spread over processes, and a real Gym.
+
+Tests that share an expensive fixture stay together, and go first.
+"""
 
 from __future__ import annotations
 
-from pathlib import PurePath
+import os
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -35,3 +39,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.faults)
     if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
         items.sort(key=lambda item: groups[item][0])
+
+
+@pytest.fixture(scope="session")
+def gym_python() -> str:
+    """An interpreter that has NeMo Gym: the one that is named, else this checkout's, installed if need be."""
+    from rl_actor_envs.errors import ActorEnvironmentError
+    from rl_gym_bridge.failures import GymConfigError
+    from rl_gym_bridge.interpreter import VARIABLE, find_gym_interpreter
+    from tools.gym import NoPythonError, base_python, gym_python, install_gym
+
+    root = Path(__file__).resolve().parent
+    try:
+        python = os.environ.get(VARIABLE) or gym_python(root) or install_gym(root, base_python())[0]
+        find_gym_interpreter(str(python))
+    except (ActorEnvironmentError, GymConfigError, NoPythonError) as error:
+        pytest.fail(f"{error}\n(these tests need a real NeMo Gym: see docs/gym.md)", pytrace=False)
+    return str(python)

@@ -85,7 +85,7 @@ def test_other_versions_and_programs_have_other_places(mini: Any, pins: Path) ->
 def test_a_wrong_hash_is_not_installed(mini: Any, pins: Path) -> None:
     pins.write_text(f"tiny==1.0 --hash=sha256:{'0' * 64}\n")
     environment = gym(mini, pins)
-    with pytest.raises(UvError, match="(?i)hash"):
+    with pytest.raises(UvError, match=r"(?i)hash"):
         build_pinned(environment)
     assert not environment.is_complete()
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_gym_bridge.failures import GymConfigError
-from rl_gym_bridge.interpreter import VARIABLE, find_gym_interpreter
 from rl_gym_bridge.testing import AcceptanceCase, ScriptedModelServer, gym_cases
 from rl_gym_bridge.testing.gym_run import GymRun, gym_root
 from rl_gym_bridge.testing.gym_settings import acceptance_gym_config
 
-ROOT = Path(__file__).resolve().parents[3]
 CASES = {case.name: case for case in gym_cases()}
 # A minute on an idle machine with warm caches.
 START_TIMEOUT_S = 600.0
@@ -26,33 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(START_TIMEOUT_S + 120))
-
-
-def installed_gym() -> str:
-    """The interpreter that has Gym: the one that is named, else the one that the front door installs."""
-    if named := os.environ.get(VARIABLE):
-        return named
-    try:
-        from tools.gym import gym_python
-
-        python = gym_python(ROOT)
-    except ImportError:
-        python = None
-    if python is None or not Path(python).exists():
-        pytest.fail(
-            f"no NeMo Gym is installed: run `./hatch run gym-install`, or set {VARIABLE}", pytrace=False
-        )
-    return str(python)
-
-
-@pytest.fixture(scope="session")
-def gym_python() -> str:
-    python = installed_gym()
-    try:
-        find_gym_interpreter(python)
-    except GymConfigError as error:
-        pytest.fail(str(error), pytrace=False)
-    return python
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 
 from rl_gym_bridge.config import NemoGymConfig
 from rl_gym_bridge.failures import GymServerDied
-from rl_gym_bridge.interpreter import find_gym_interpreter
+from rl_gym_bridge.interpreter import VARIABLE, find_gym_interpreter
 from rl_gym_bridge.process import GymProcess
 
 from .conftest import WITHIN_S, Trace, guardians, processes_of, server_process
@@ -23,8 +23,13 @@ from .trainer import MCQA
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not os.environ.get("RL_GYM_PYTHON"), reason="RL_GYM_PYTHON names no Gym"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def real_gym(gym_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, gym_python)
+
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 ODD = {"what YAML would change \u2028\x85\xa0\ufeff": [1e-05, None, "yes", "1.0", "'\"\\ \U0001f600"]}
