@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FORBIDDEN = ("torch", "ray", "transformers", "nemo_gym", "numpy", "pydantic", "httpx", "asyncio")
+FORBIDDEN = ("torch", "ray", "transformers", "nemo_gym", "numpy", "pydantic", "httpx", "aiohttp")
 
 
 def python(*arguments: str) -> str:
@@ -32,6 +32,12 @@ def modules() -> list[str]:
 @pytest.mark.parametrize("module", modules())
 def test_every_module_imports_alone_and_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set(sys.modules) & set({FORBIDDEN})))"
+    assert python("-c", code).split() == []
+
+
+def test_what_every_process_of_a_run_imports_is_light() -> None:
+    """Trajectories travel everywhere; asyncio alone costs as much as all of the rest."""
+    code = f"import sys, rl_gym_bridge.trajectory; print(*set(sys.modules) & set({(*FORBIDDEN, 'asyncio')}))"
     assert python("-c", code).split() == []
 
 
