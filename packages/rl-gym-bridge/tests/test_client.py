@@ -424,6 +424,34 @@ def test_leaving_in_the_middle_cancels_what_runs_and_leaves_no_socket_and_no_tas
     asyncio.run(main())
 
 
+def test_closing_a_stream_waits_until_nothing_of_it_runs() -> None:
+    class Endless(Scripted):
+        running = 0
+
+        async def post(self, url: str, body: bytes, *, timeout_s: float, headers: Any = None) -> HttpAnswer:
+            if b"0" in body:
+                return OK
+            self.running += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+                self.running -= 1
+            raise AssertionError
+
+    async def main() -> None:
+        transport = Endless()
+        client = GymClient({"agent": "http://gym:1"}, transport=transport)
+        async with aclosing(client.stream(requests(9))) as stream:  # type: ignore[type-var]
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert transport.running == 8
+        assert transport.running == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 def test_a_slow_reader_slows_the_rollouts_down_and_the_source_is_read_as_needed() -> None:
     async def main() -> None:
         taken = 0

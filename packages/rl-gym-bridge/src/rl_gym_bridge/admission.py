@@ -29,7 +29,8 @@ class Admission:
     async def __aenter__(self) -> None:
         import asyncio
 
-        if self._free and not self._waiting:
+        # A free place means that nobody waits: whoever leaves hands the place over before it counts as free.
+        if self._free:
             self._free -= 1
             return
         place = asyncio.get_running_loop().create_future()

@@ -48,15 +48,11 @@ def _loads(text: str) -> Any:
     try:
         if _HALF_CHARACTER.search(text):
             raise _Doubt
-        value = json.loads(text, parse_constant=_doubt_constant, object_pairs_hook=_unique_and_finite)
+        value = json.loads(text, object_pairs_hook=_unique_and_finite)
         _check_finite(value)
     except (ValueError, RecursionError):
         return loads_strict(text)
     return value
-
-
-def _doubt_constant(name: str) -> Any:
-    raise _Doubt
 
 
 def _unique_and_finite(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def _unique_and_finite(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_finite(value: Any) -> None:
-    """Doubt a number that became infinite. Objects were looked at when they were made."""
+    """Doubt a number that is none or infinite. Objects were looked at when they were made."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise _Doubt

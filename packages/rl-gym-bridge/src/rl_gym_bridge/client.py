@@ -25,6 +25,8 @@ from .transport.descriptors import affordable_connections
 if TYPE_CHECKING:
     import asyncio
 
+#: Rollouts that may wait for their next attempt without keeping others from being taken, at most.
+PAUSING = 1024
 #: Characters of an error's body that its message shows, and that the error keeps.
 SHOWN_OF_ERROR, KEPT_OF_ERROR = 500, 2000
 
@@ -164,9 +166,10 @@ class GymClient:
     ) -> AsyncIterator[tuple[RolloutRequest, Answer | GymError]]:
         """Run all ``requests`` and hand each over with its answer, or its error, as soon as it has one.
 
-        One failure touches no other rollout. At most ``2 * max_concurrency`` requests are taken and not yet
-        handed over, so a slow reader slows the rollouts down. A reader that stops early closes the iterator
-        (``contextlib.aclosing``): that cancels what runs and waits until its connections are closed.
+        One failure touches no other rollout. At most ``max_concurrency`` requests, and as many or 1,024 more
+        for those that pause, are taken and not yet handed over: a slow reader slows the rollouts down. A
+        reader that stops early closes the iterator (``contextlib.aclosing``), which cancels what runs and
+        waits until its connections are closed.
         """
         import asyncio
 
@@ -184,7 +187,8 @@ class GymClient:
             return False
 
         try:
-            while len(taken) < 2 * self._max_concurrency and take_next():
+            most = self._max_concurrency + min(self._max_concurrency, PAUSING)
+            while len(taken) < most and take_next():
                 pass
             while taken:
                 task = await finished.get()
