@@ -216,6 +216,24 @@ def test_a_session_works_on_one_loop_after_another_and_on_two_at_once(head_url: 
     assert [len(batch) for batch in results] == [10, 10, 10, 10, 1]
 
 
+def test_no_connection_is_left_when_the_last_run_on_a_loop_has_ended(head_url: str) -> None:
+    def sockets() -> int:
+        # The listing's own descriptor is gone by then.
+        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.realpath(link).rpartition("/")[2].startswith("socket:") for link in links)
+
+    async def counted(session: GymSession) -> tuple[int, list[int], int]:
+        before, during = sockets(), []
+        async for _ in session.run_rollouts([request(n) for n in range(8)]):
+            during.append(sockets())
+        return before, during, sockets()
+
+    with GymSession(config(), head_url=head_url) as session:
+        before, during, after = asyncio.run(counted(session))
+    assert max(during) > before
+    assert after == before
+
+
 def test_runs_on_one_loop_share_the_bound_on_concurrency(
     other_gym: Callable[..., tuple[str, Any]],
 ) -> None:
@@ -256,6 +274,29 @@ def test_nothing_runs_before_the_start_or_after_the_end(head_url: str) -> None:
         run(session, request())
     with pytest.raises(GymUnavailable, match="cannot be started: it is shut down"):
         session.start()
+
+
+def test_a_shutdown_while_it_attaches_stays_one(other_gym: Callable[..., tuple[str, Any]]) -> None:
+    (port,) = free_ports(1)
+    head, _ = other_gym("200", f"http://127.0.0.1:{port}")
+    session = GymSession(config(), head_url=head)
+    threading.Timer(0.5, session.shutdown).start()
+    with engine(port, "/", 1.0), pytest.raises(GymUnavailable, match="shut down while it started"):
+        session.start()
+    with pytest.raises(GymUnavailable, match="it is shut down"):
+        run(session, request())
+
+
+def test_a_shutdown_ends_rollouts_at_a_gym_that_goes_on(head_url: str) -> None:
+    session = GymSession(config(), head_url=head_url).start()
+    threading.Timer(0.5, session.shutdown).start()
+    began = time.monotonic()
+    results = run(session, *(request(n, hang_s=15) for n in range(5)))
+    assert time.monotonic() - began < 3
+    assert len(results) == 5
+    for result in results:
+        assert failure(result).kind is FailureKind.INFRA
+        assert "the session was shut down" in failure(result).error
 
 
 def test_a_shutdown_before_the_start_is_nothing_and_stays(head_url: str) -> None:
@@ -409,6 +450,17 @@ def test_a_deferred_model_server_that_does_not_come_up_is_named(head_url: str) -
     assert isinstance(result.outcome, Trajectory)
 
 
+def test_a_server_that_answers_but_is_not_ready_is_waited_for_and_quoted(head_url: str) -> None:
+    (port,) = free_ports(1)
+    settings = config(base_urls=DeferredBaseUrls((f"http://127.0.0.1:{port}/v1",), 1.0))
+    with (
+        GymSession(settings, head_url=head_url) as session,
+        engine(port, "/loading", 0.0),
+        pytest.raises(GymStartError, match=r"/v1/models answers with status 404"),
+    ):
+        run(session, request())
+
+
 # --- a Gym of its own ---
 
 
@@ -493,7 +545,9 @@ def test_a_server_that_is_killed_while_rollouts_wait_for_it_is_named_at_once(
     gym_python: str, tmp_path: Path
 ) -> None:
     """The agent waits for ever; nothing but a look at the processes tells that its server is dead."""
-    with own(gym_python, tmp_path) as session:
+    # Gym itself has not noticed yet.
+    settings = {"double": {"poll_s": 30}}
+    with own(gym_python, tmp_path, gym_config=settings) as session:
         victim = pid_of(session, "answers")
         threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
         began = time.monotonic()

@@ -148,14 +148,16 @@ def unwrapped(error: Exception, method: str, elapsed_s: float) -> Exception:
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, ImportError) and method == "set_tokenizer":
+        cause: object = error.cause
+        # What cannot be unpickled in the actor is an error of Ray's that quotes the one of the import.
+        if isinstance(cause, (ImportError, RayError)) and method == "set_tokenizer":
             return GymConfigError(
-                f"the tokenizer cannot be loaded there: {cause}",
+                f"the tokenizer cannot be loaded there: {_first_line(cause)}",
                 component=COMPONENT,
                 remedy="add the package that it comes from to the extra `gym` of apps/container",
             )
-        return cause if isinstance(cause, Exception) else error
+        if isinstance(cause, Exception) and not isinstance(cause, RayError):
+            return cause
     if isinstance(error, GetTimeoutError):
         return GymTimeout(f"{method} did not answer", component=COMPONENT, elapsed_s=elapsed_s)
     if isinstance(error, RayActorError):

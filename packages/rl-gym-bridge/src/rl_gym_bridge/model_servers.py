@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from .config import DeferredBaseUrls
-from .failures import GymError, GymStartError
+from .failures import GymError, GymStartError, GymTimeout
 from .transport.base import Transport
 
 _FIRST_PAUSE_S = 0.05
@@ -48,6 +48,10 @@ async def await_model_servers(
                 left = began + deferred.ready_timeout_s - clock()
                 try:
                     answer = await transport.get(url, timeout_s=max(0.01, min(_PROBE_S, left)))
+                except GymTimeout as error:
+                    # One that was cut short by the end of the waiting tells less than what came before.
+                    last[base_url] = (left < _PROBE_S and last.get(base_url)) or error.problem
+                    continue
                 except GymError as error:
                     last[base_url] = error.problem
                     continue

@@ -103,8 +103,9 @@ class GymSession:
             self._state = "failed to start"
             raise
         with self._lock:
-            if self._state == "starting":
-                self._state = "running"
+            if self._state != "starting":
+                raise GymUnavailable(f"it was {self._state} while it started", component="session")
+            self._state = "running"
         return self
 
     async def start_async(self) -> GymSession:

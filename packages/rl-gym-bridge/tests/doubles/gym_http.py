@@ -16,6 +16,8 @@ from typing import ClassVar
 
 
 class Head(BaseHTTPRequestHandler):
+    # Connections stay, as Gym's do.
+    protocol_version = "HTTP/1.1"
     status = 200
     servers: ClassVar[list] = []
 
