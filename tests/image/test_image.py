@@ -31,7 +31,7 @@ def test_what_is_in_the_image_works_and_is_this_checkout(built):
 
 
 def test_every_package_is_linked_and_not_copied(built):
-    """Cache, the worker's environment and the driver's share their files; Gym's actor has some of them, too."""
+    """Cache, worker's environment and driver's share their files; Gym's actor has some of them, too."""
     assert built.report.links.get(3, 0) > 10_000
     assert built.report.links.get(4, 0) > 1_000
     assert max(built.report.links) == 4
