@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 
 from .config import NemoGymConfig
-from .failures import GymConfigError, GymServerDied, GymStartError, GymTimeout
+from .failures import GymConfigError, GymServerDied, GymStartError, GymStateUnknown, GymTimeout
 from .interpreter import GymInterpreter, find_gym_interpreter
 from .supervision.deployment import Deployment
-from .supervision.health import dead, died, unwell
+from .supervision.health import dead, died, unknown_if_unseen, unwell
 from .supervision.servers import AGENT_TYPE, GymServer
 from .supervision.starting import start_deployment
 
@@ -177,9 +177,11 @@ class GymProcess:
 
         Raises:
             GymServerDied: one does not; ``component`` names it.
+            GymStateUnknown: this process has no file descriptor left to see it with.
         """
         deployment = self._running()
-        problems = dead(deployment)
+        with unknown_if_unseen(WHOLE, deployment.head_url):
+            problems = dead(deployment)
         if problems:
             raise died(deployment, problems)
 
@@ -189,10 +191,12 @@ class GymProcess:
         Raises:
             GymServerDied: one ended or does not answer; ``component`` names it, or all of them, or ``gym``
                 if Gym's command itself ended.
+            GymStateUnknown: this process has no file descriptor left to ask with.
         """
         deployment = self._running()
         began = time.monotonic()
-        problems = unwell(deployment, timeout_s)
+        with unknown_if_unseen(WHOLE, deployment.head_url):
+            problems = unwell(deployment, timeout_s)
         if problems:
             raise died(deployment, problems, elapsed_s=time.monotonic() - began)
 
@@ -203,10 +207,13 @@ class GymProcess:
             raise GymServerDied(f"Gym {state}", component="gym", remedy="start a GymProcess")
         return deployment
 
-    def shutdown(self) -> None:
-        """End Gym and everything that it started, within about ``shutdown_timeout_s``.
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """End Gym and everything that it started.
 
         May be called again, and in any thread.
+
+        Args:
+            timeout_s: after which what is left is killed; by default ``config.shutdown_timeout_s``.
 
         Raises:
             GymTimeout: a process survived SIGKILL; names it.
@@ -214,10 +221,11 @@ class GymProcess:
         if os.getpid() != self._owner:
             # A fork of the owner: Gym is not its to end.
             return
-        self.ask_shutdown()
+        bound = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
+        self.ask_shutdown(bound)
         if self._starter != threading.get_ident():
             # A start under way sees the request, and launches nothing after it.
-            self._settled.wait(self.config.shutdown_timeout_s + _MARGIN_S)
+            self._settled.wait(bound + _MARGIN_S)
         with self._lock:
             deployment = self._deployment
             if deployment is None:
@@ -225,7 +233,7 @@ class GymProcess:
                 return
             began = time.monotonic()
             was_ready, self._ready = self._ready, False
-            left = deployment.end(self.config.shutdown_timeout_s)
+            left = deployment.end(bound)
             _LIVE.discard(self)
             if left:
                 raise GymTimeout(
@@ -238,14 +246,18 @@ class GymProcess:
             if was_ready:
                 self._remove_owned_folder()
 
-    def ask_shutdown(self) -> None:
-        """Begin to shut down and return at once, so that several can end at the same time."""
+    def ask_shutdown(self, timeout_s: float | None = None) -> None:
+        """Begin to shut down and return at once, so that several can end at the same time.
+
+        Args:
+            timeout_s: as for :meth:`shutdown`.
+        """
         if os.getpid() != self._owner:
             return
         self._stopping.set()
         deployment = self._deployment
         if deployment is not None and deployment.command is not None:
-            deployment.command.ask_end(self.config.shutdown_timeout_s)
+            deployment.command.ask_end(self.config.shutdown_timeout_s if timeout_s is None else timeout_s)
 
     def _end_quietly(self) -> None:
         """Shut down where another error is already on its way."""
