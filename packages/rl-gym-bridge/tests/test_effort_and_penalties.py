@@ -12,8 +12,8 @@ from rl_gym_bridge.config import EffortLevel, RewardPenalties
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.effort import choose_effort
 from rl_gym_bridge.errors import DatasetError
-from rl_gym_bridge.failures import GymRewardError
-from rl_gym_bridge.penalties import apply_penalties
+from rl_gym_bridge.failures import GymConfigError, GymRewardError
+from rl_gym_bridge.penalties import PenaltyTaker, apply_penalties
 from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.rows import collate_rollout_requests
 from rl_gym_bridge.trajectory import StopReason, Trajectory, Turn
@@ -151,9 +151,18 @@ def test_a_rollout_without_reward_stays_without() -> None:
     assert apply_penalties(of, RewardPenalties(invalid_tool_call=0.5)) is of
 
 
-def test_penalties_are_taken_once_however_often_they_are_applied() -> None:
-    once = apply_penalties(rollout(invalid=1), RewardPenalties(invalid_tool_call=0.5))
-    assert apply_penalties(once, RewardPenalties(invalid_tool_call=0.5)) is once
+def test_a_number_that_the_environment_names_like_the_bridges_switches_no_penalty_off() -> None:
+    of = rollout(invalid=1, metrics={"reward/environment": 9.0})
+    made = apply_penalties(of, RewardPenalties(invalid_tool_call=0.5))
+    assert (made.reward, made.metrics["reward/environment"]) == (0.5, 1.0)
+
+
+def test_a_level_whose_price_nobody_gave_is_refused() -> None:
+    taker = PenaltyTaker(RewardPenalties(), LEVELS)
+    assert taker.taken(rollout(tokens=10), "low").reward == pytest.approx(0.93)
+    assert taker.taken(rollout(tokens=10), "").reward == 1.0
+    with pytest.raises(GymConfigError, match="'max', which is none of low, high"):
+        taker.taken(rollout(), "max")
 
 
 def test_an_environment_may_not_name_a_component_like_a_penalty() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from rl_gym_bridge.config import EffortLevel, RewardPenalties
+from rl_gym_bridge.client import Answer
+from rl_gym_bridge.config import EffortLevel, NemoGymConfig, RewardPenalties
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.errors import DatasetError
 from rl_gym_bridge.failures import GymServerDied, GymTimeout, RolloutCountError, kind_of
+from rl_gym_bridge.outcomes import OutcomeMaker
 from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult
 from rl_gym_bridge.rollout_groups import RolloutGroup
@@ -360,40 +362,80 @@ def test_nothing_is_sent_before_every_row_is_checked() -> None:
     assert runner.asked == []
 
 
-def test_penalties_and_the_levels_budget_are_taken_from_the_rewards() -> None:
-    level = EffortLevel("low", share=1.0, token_budget=1, token_penalty=0.25)
-    batch = run(
-        lambda requests: [sample(r, invalid_tool_call=r.rollout_id.endswith("/1")) for r in requests],
-        effort_levels=(level,),
+class GymAnswers:
+    """A runner as a session is one: answers of Gym, made into results by the session's own settings."""
+
+    def __init__(self, answer: Callable[[RolloutRequest], dict[str, Any]], **config: Any) -> None:
+        self.answer = answer
+        self.outcomes = OutcomeMaker(NemoGymConfig(model_name="policy", **config))
+
+    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
+        for request in requests:
+            await asyncio.sleep(0)
+            yield self.outcomes.result(request, Answer(self.answer(request), 1, 0.0))
+
+
+def gym_answer(text: str = "ok", **top: Any) -> dict[str, Any]:
+    message = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+        "prompt_token_ids": [1],
+        "generation_token_ids": [2, 3],
+        "generation_log_probs": [-0.5, -0.5],
+    }
+    return {"response": {"output": [message]}, "reward": 1.0, **top}
+
+
+LEVEL = EffortLevel("low", share=1.0, token_budget=1, token_penalty=0.25)
+
+
+def test_penalties_and_the_levels_price_are_those_of_the_runners_configuration() -> None:
+    runner = GymAnswers(
+        lambda request: gym_answer("<tool_call>" if request.rollout_id.endswith("/1") else "ok"),
         penalties=RewardPenalties(invalid_tool_call=0.5),
+        effort_levels=(LEVEL,),
     )
-    assert [outcome.reward for outcome in batch.outcomes] == [0.75, 0.25] * 4
+    batch = run_nemo_gym_rollout_sync(runner, ROWS, **settings(effort_levels=(LEVEL,)))
+    assert [outcome.reward for outcome in batch.outcomes] == [0.75, 0.25] * 4  # type: ignore[union-attr]
     assert batch.metrics["a/reward_environment_mean"] == 1.0
     assert batch.metrics["a/effort/low/reward_mean"] == 0.5
     assert batch.metrics["a/component/penalty/tokens_mean"] == -0.25
 
 
-def test_penalties_that_the_runner_has_taken_are_not_taken_again() -> None:
-    def script(requests: Sequence[RolloutRequest]) -> list[RolloutResult]:
-        taken = []
-        for result in (sample(request, 0.5, invalid_tool_call=True) for request in requests):
-            assert isinstance(result.outcome, Trajectory)
-            taken.append(
-                replace(result, outcome=replace(result.outcome, metrics={"reward/environment": 1.0}))
-            )
-        return taken
+def test_an_environment_that_names_a_number_like_the_bridges_pays_its_penalties_and_keeps_its_number() -> (
+    None
+):
+    runner = GymAnswers(
+        lambda _: gym_answer("<tool_call>", **{"reward/environment": 5.0}),
+        penalties=RewardPenalties(invalid_tool_call=0.5),
+    )
+    batch = run_nemo_gym_rollout_sync(runner, ROWS, **settings())
+    assert {outcome.reward for outcome in batch.outcomes} == {0.5}  # type: ignore[union-attr]
+    assert batch.metrics["a/reward_environment_mean"] == 1.0
+    assert batch.metrics["a/metric/verifier/reward/environment_mean"] == 5.0
 
-    batch = run(script, penalties=RewardPenalties(invalid_tool_call=0.5))
-    assert {outcome.reward for outcome in batch.outcomes} == {0.5}
+
+def test_a_level_that_only_the_stream_knows_is_a_failure_and_not_a_free_one() -> None:
+    runner = GymAnswers(lambda _: gym_answer())
+    batch = run_nemo_gym_rollout_sync(runner, ROWS, **settings(effort_levels=(LEVEL,)))
+    for outcome in batch.outcomes:
+        assert isinstance(outcome, RolloutFailure)
+        assert "'low'" in outcome.error
+        assert "same levels" in outcome.error
+
+
+def test_penalties_can_be_given_in_one_place_only() -> None:
+    with pytest.raises(TypeError, match="penalties"):
+        run(all_good, penalties=RewardPenalties(invalid_tool_call=0.5))
 
 
 def test_a_component_that_clashes_with_a_penalty_fails_its_rollout_only() -> None:
-    def script(requests: Sequence[RolloutRequest]) -> list[RolloutResult]:
-        results = [sample(request, invalid_tool_call=True) for request in requests]
-        first = results[0].outcome
-        assert isinstance(first, Trajectory)
-        clash = replace(first, reward_components={"penalty/invalid_tool_call": 1.0})
-        return [replace(results[0], outcome=clash), *results[1:]]
-
-    batch = run(script, penalties=RewardPenalties(invalid_tool_call=0.5))
+    name = "penalty/invalid_tool_call"
+    clash = {"reward_components": {name: 1.0}}
+    runner = GymAnswers(
+        lambda r: gym_answer("<tool_call>", **(clash if r.rollout_id == "train/1/0/0" else {})),
+        penalties=RewardPenalties(invalid_tool_call=0.5),
+    )
+    batch = run_nemo_gym_rollout_sync(runner, ROWS, **settings())
     assert [isinstance(outcome, RolloutFailure) for outcome in batch.outcomes] == [True] + [False] * 7

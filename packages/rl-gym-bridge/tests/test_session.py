@@ -160,7 +160,8 @@ def test_penalties_and_efforts_of_the_config_are_taken(head_url: str) -> None:
             ),
             key=lambda result: result.request.rollout_id,
         )
-    assert [result.outcome.reward for result in (plain, low, unknown)] == [0.75, 0.5, 1.0]  # type: ignore[union-attr]
+    assert [result.outcome.reward for result in (plain, low)] == [0.75, 0.5]  # type: ignore[union-attr]
+    assert "'max', which is none of low" in failure(unknown).error
 
 
 def test_a_tokenizer_adds_text_to_the_answers_that_are_kept(head_url: str) -> None:

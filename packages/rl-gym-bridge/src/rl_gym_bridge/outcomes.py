@@ -8,7 +8,7 @@ from typing import Any
 from .client import Answer
 from .config import NemoGymConfig
 from .failures import GymConfigError, GymError, kind_of
-from .penalties import apply_penalties
+from .penalties import PenaltyTaker
 from .postprocess import postprocess_nemo_gym_result
 from .requests import RolloutRequest, RolloutResult
 from .trajectory import RolloutFailure, Trajectory
@@ -26,7 +26,7 @@ class OutcomeMaker:
 
     def __init__(self, config: NemoGymConfig) -> None:
         self._config = config
-        self._efforts = {level.name: level for level in config.effort_levels}
+        self._penalties = PenaltyTaker(config.penalties, config.effort_levels)
         self._tokenizer: Any | None = None
 
     def set_tokenizer(self, tokenizer: Any | None) -> None:
@@ -73,10 +73,7 @@ class OutcomeMaker:
             # Gym echoes the row.
             ignore_metrics=request.body.keys(),
         )
-        if request.effort and request.effort not in self._efforts:
-            # Whoever gave the request a level that this config lacks knows what it costs, and takes it.
-            return trajectory
-        return apply_penalties(trajectory, config.penalties, self._efforts.get(request.effort))
+        return self._penalties.taken(trajectory, request.effort)
 
     def _shown(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer with the text of its tokens beside them; the original is not changed."""

@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from .config import EffortLevel, RewardPenalties
-from .failures import GymRewardError
+from .failures import GymConfigError, GymRewardError
 from .trajectory import Trajectory
 
 ENVIRONMENT = "environment"
 PREFIX = "penalty/"
 #: Metric with the reward before penalties; filters that ask whether a group agrees should look at this one.
 RAW_REWARD = "reward/environment"
+
+
+class PenaltyTaker:
+    """Takes a run's penalties, once from each trajectory: whoever makes the trajectories owns one.
+
+    Args:
+        penalties: for faults of form.
+        effort_levels: with their budgets.
+    """
+
+    def __init__(self, penalties: RewardPenalties, effort_levels: Iterable[EffortLevel]) -> None:
+        self._penalties = penalties
+        self._efforts = {level.name: level for level in effort_levels}
+
+    def taken(self, trajectory: Trajectory, effort: str) -> Trajectory:
+        """The trajectory after :func:`apply_penalties`, by the level of that name (empty for none).
+
+        Raises:
+            GymConfigError: the level is not among those given here, so nobody knows what it costs.
+            GymRewardError: see :func:`apply_penalties`.
+        """
+        if effort and effort not in self._efforts:
+            known = ", ".join(self._efforts) or "no levels"
+            raise GymConfigError(
+                f"the request asks for {effort!r}, which is none of {known}",
+                component="effort_levels",
+                remedy="give the runner the same levels as the requests",
+            )
+        return apply_penalties(trajectory, self._penalties, self._efforts.get(effort))
 
 
 def apply_penalties(
@@ -23,13 +52,12 @@ def apply_penalties(
 
     The components are the environment's own, or ``environment`` where it names none, and one ``penalty/…``
     for each kind that cost something; they sum to the new reward. The metric ``reward/environment`` keeps
-    the old one. A trajectory without a reward stays without, and one that already has the metric is
-    returned as it is.
+    the old one. A trajectory without a reward stays without.
 
     Raises:
         GymRewardError: the environment itself names a component ``penalty/…``.
     """
-    if trajectory.reward is None or RAW_REWARD in trajectory.metrics:
+    if trajectory.reward is None:
         return trajectory
     taken = _costs(trajectory, penalties, effort)
     clash = sorted(set(taken) & set(trajectory.reward_components))

@@ -11,6 +11,7 @@ from .answer_reward import check_sample_is_valid, read_reward, verifier_metrics
 from .answer_text import read_text
 from .failures import GymAnswerError, GymContinuityError, GymNoTokensError, GymTokenError
 from .model_calls import CallSequence, ModelCall, read_calls
+from .penalties import RAW_REWARD
 from .routed_experts import RoutedExperts, RoutedExpertsError, join_calls
 from .trajectory import StopReason, Trajectory, Turn
 
@@ -49,7 +50,7 @@ def postprocess_nemo_gym_result(
 
     Metrics of the trajectory are ``turns``, ``tool_calls`` and ``truncated`` (one flag per rollout), with
     ``keep_prefix`` also ``turns_dropped``, and every number and boolean that the verifier put at the top of
-    the answer; one whose name is taken appears as ``verifier/<name>``.
+    the answer; one whose name is taken appears as ``verifier/<name>``, also where a later step takes it.
 
     Args:
         result: the parsed JSON object.
@@ -103,6 +104,7 @@ def postprocess_nemo_gym_result(
     }
     if len(turns) < len(sequence.calls):
         own["turns_dropped"] = float(len(sequence.calls) - len(turns))
+    taken = {*own, RAW_REWARD}
     verifier = verifier_metrics(result, ignore=ignore_metrics)
     return Trajectory(
         turns=turns,
@@ -114,7 +116,7 @@ def postprocess_nemo_gym_result(
         weight_versions=_weight_versions(calls),
         reward_components=components,
         metrics={
-            **{f"verifier/{name}" if name in own else name: value for name, value in verifier.items()},
+            **{f"verifier/{name}" if name in taken else name: value for name, value in verifier.items()},
             **own,
         },
         text=texts[-1].answer,

@@ -6,16 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .bounded_stream import BoundedStream, StreamEnded, StreamTimeout
-from .config import EffortLevel, RewardPenalties
+from .config import EffortLevel
 from .coverage import Coverage
 from .dataset import GymRow
-from .failures import GymRewardError, GymTimeout
-from .penalties import apply_penalties
+from .failures import GymTimeout
 from .request_body import GenerationOverrides
-from .requests import RolloutResult, RolloutRunner
+from .requests import RolloutRunner
 from .rollout_groups import GroupCollector, RolloutGroup
 from .rollout_metrics import RolloutMetrics
 from .rows import collate_rollout_requests
@@ -54,15 +53,15 @@ async def stream_nemo_gym_rollouts(
     generation: GenerationOverrides,
     group_prefix: str = "train",
     effort_levels: Sequence[EffortLevel] = (),
-    penalties: RewardPenalties | None = None,
     allowed_media_hosts: Collection[str] = (),
     timeout_s: float = 7200.0,
     stall_timeout_s: float | None = None,
 ) -> AsyncGenerator[RolloutGroup, None]:
     """``group_size`` rollouts of each row; each group is handed over when its last rollout has ended.
 
-    A group is complete even where rollouts of it failed: those are failure records in their places. Leaving
-    the stream early (``contextlib.aclosing``) closes the runner's.
+    A group is complete even where rollouts of it failed: those are failure records in their places. Rewards
+    are the runner's: it takes the penalties and the prices of effort levels that it is configured with.
+    Leaving the stream early (``contextlib.aclosing``) closes the runner's.
 
     Args:
         runner: what runs the requests.
@@ -72,8 +71,7 @@ async def stream_nemo_gym_rollouts(
         seed: of the run.
         generation: how the run samples.
         group_prefix: first part of the ids; give training and evaluation different ones.
-        effort_levels: by which rows ask for more or less thinking, with their budgets and penalties.
-        penalties: taken from the rewards; what the runner has already taken is not taken again.
+        effort_levels: by which rows ask for more or less thinking; give the runner's configuration the same.
         allowed_media_hosts: hosts that media of the rows may come from.
         timeout_s: for all of it.
         stall_timeout_s: longest wait for a next result, ``None`` for no bound but ``timeout_s``.
@@ -95,7 +93,6 @@ async def stream_nemo_gym_rollouts(
         allowed_media_hosts=allowed_media_hosts,
     )
     collector = GroupCollector(rows, groups)
-    by_name = {level.name: level for level in effort_levels}
     requests = [request for group in groups for request in group]
     if not requests:
         return
@@ -113,7 +110,7 @@ async def stream_nemo_gym_rollouts(
                 raise clock.passed(collector) from None
             group = collector.add(result)
             if group is not None:
-                yield _penalised(group, penalties or RewardPenalties(), by_name)
+                yield group
             clock.restart()
         collector.check_complete()
     finally:
@@ -147,7 +144,6 @@ def run_nemo_gym_rollout_sync(
     generation: GenerationOverrides,
     group_prefix: str = "train",
     effort_levels: Sequence[EffortLevel] = (),
-    penalties: RewardPenalties | None = None,
     allowed_media_hosts: Collection[str] = (),
     timeout_s: float = 7200.0,
     stall_timeout_s: float | None = None,
@@ -176,7 +172,6 @@ def run_nemo_gym_rollout_sync(
                 generation=generation,
                 group_prefix=group_prefix,
                 effort_levels=effort_levels,
-                penalties=penalties,
                 allowed_media_hosts=allowed_media_hosts,
                 timeout_s=timeout_s,
                 stall_timeout_s=stall_timeout_s,
@@ -212,23 +207,3 @@ class _Clock:
             elapsed_s=now - self._started,
             remedy="look for an agent or a model server that hangs, or raise the bound",
         )
-
-
-def _penalised(
-    group: RolloutGroup, penalties: RewardPenalties, levels: Mapping[str, EffortLevel]
-) -> RolloutGroup:
-    results = [_penalised_result(result, penalties, levels) for result in group.results]
-    return replace(group, results=tuple(results))
-
-
-def _penalised_result(
-    result: RolloutResult, penalties: RewardPenalties, levels: Mapping[str, EffortLevel]
-) -> RolloutResult:
-    outcome = result.outcome
-    if isinstance(outcome, RolloutFailure):
-        return result
-    try:
-        return replace(result, outcome=apply_penalties(outcome, penalties, levels.get(result.request.effort)))
-    except GymRewardError as error:
-        failure = RolloutFailure(outcome.group_id, outcome.rollout_id, outcome.agent, error.kind, str(error))
-        return replace(result, outcome=failure)
