@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rl_actor_envs.errors import ActorEnvironmentError
 from rl_gym_bridge.actor import NemoGym
 from rl_gym_bridge.actor_handle import NemoGymHandle
 from rl_gym_bridge.config import DeferredBaseUrls, NemoGymConfig
+from rl_gym_bridge.endings import GRACE_S, LAYER_S
 from rl_gym_bridge.factory import (
     NEMO_GYM_GRACEFUL_SHUTDOWN_TIMEOUT_S,
     shutdown_environments,
@@ -32,6 +34,7 @@ from rl_gym_bridge.failures import (
     GymTimeout,
     GymUnavailable,
 )
+from rl_gym_bridge.session import GymSession
 
 NODE = "node-of-the-caller"
 TOKENIZER = types.SimpleNamespace(decode=str)
@@ -251,8 +254,9 @@ def test_every_wait_has_a_deadline(ray: RecordedRay) -> None:
         "start": 10 + 120.0,
         "set_tokenizer": 120.0,
         "health_check": 120.0,
-        "shutdown": 7.0,
+        "shutdown": 7.0 + GRACE_S + LAYER_S,
     }
+    assert ray.arguments["shutdown"] == (7.0,)
 
 
 # --- a start that fails ---
@@ -301,6 +305,7 @@ def test_the_first_exception_is_raised_itself_whatever_the_cleanup_does(
     assert ray.events == wanted
     if "get shutdown" in ray.events:
         assert ray.timeouts["shutdown"] == NEMO_GYM_GRACEFUL_SHUTDOWN_TIMEOUT_S == 120
+        assert ray.arguments["shutdown"] == (None,)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +351,64 @@ def test_a_handles_shutdown_is_idempotent_and_later_calls_are_refused(ray: Recor
     ray.events.clear()
     handle.shutdown(3.0)
     handle.shutdown()
-    assert (ray.events, ray.timeouts["shutdown"]) == (CLEANED, 3.0)
+    assert (ray.events, ray.arguments["shutdown"]) == (CLEANED, (3.0,))
+    assert ray.timeouts["shutdown"] == 3.0 + GRACE_S + LAYER_S
     with pytest.raises(GymUnavailable, match="after shutdown"):
         handle.health_check()
+
+
+GONE = GymTimeout("processes 7 survived SIGKILL", component="gym")
+
+
+@pytest.mark.parametrize(
+    ("fail", "raised"),
+    [
+        ({"get shutdown": DoubleTaskError(GONE)}, GONE),
+        ({"get shutdown": DoubleTimeout("late")}, GymTimeout),
+        ({"get shutdown": DoubleTaskError(GONE), "kill": KeyboardInterrupt()}, KeyboardInterrupt),
+        ({"get shutdown": KeyboardInterrupt(), "kill": OSError("later")}, KeyboardInterrupt),
+        ({"call shutdown": SystemExit(3)}, SystemExit),
+        ({"kill": OSError("ray is gone")}, None),
+        # It is dead: that is what was wanted.
+        ({"get shutdown": DoubleActorError("dead")}, None),
+    ],
+)
+def test_a_handles_shutdown_kills_first_and_then_says_what_went_wrong(
+    fail: dict, raised: Any, ray: RecordedRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = spinup()
+    ray.events.clear()
+    ray.fail = fail
+    if raised is None:
+        handle.shutdown(1.0)
+    elif isinstance(raised, type):
+        with pytest.raises(raised):
+            handle.shutdown(1.0)
+    else:
+        with pytest.raises(type(raised)) as caught:
+            handle.shutdown(1.0)
+        assert caught.value is raised
+    assert ray.events[-1] == "kill"
+    assert len(caplog.records) == len(fail)
+    # It was ended, whatever was said.
+    handle.shutdown(1.0)
+    assert ray.events.count("kill") == 1
+
+
+def test_a_session_that_ends_within_its_own_grace_is_not_said_to_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("factory", "session"):
+        monkeypatch.setattr(f"rl_gym_bridge.{module}.GRACE_S", 0.6)
+    monkeypatch.setattr("rl_gym_bridge.factory.LAYER_S", 0.2)
+
+    class Slow:
+        def shutdown(self, *, timeout_s: float) -> None:
+            time.sleep(timeout_s + 0.4)
+
+    session = GymSession(NemoGymConfig("policy"))
+    monkeypatch.setattr(session, "_end", partial(session._end, Slow()))  # type: ignore[arg-type]
+    shutdown_environments([types.SimpleNamespace(shutdown=lambda timeout_s: session._end(timeout_s))], 0.1)  # type: ignore[call-arg, arg-type]
 
 
 class Environment:
@@ -384,10 +444,11 @@ def test_all_are_tried_before_the_first_error_is_raised(caplog: pytest.LogCaptur
 
 
 def test_one_that_hangs_does_not_hold_the_others_or_the_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_gym_bridge.factory._GRACE_S", 0.2)
+    monkeypatch.setattr("rl_gym_bridge.factory.GRACE_S", 0.2)
+    monkeypatch.setattr("rl_gym_bridge.factory.LAYER_S", 0.0)
     hanging, fine = Environment(3.0), Environment()
     began = time.monotonic()
-    with pytest.raises(GymTimeout, match="Environment: it did not end"):
+    with pytest.raises(GymTimeout, match="Environment 0: it did not end"):
         shutdown_environments([hanging, fine], 0.1)
     assert time.monotonic() - began < 1.5
     assert fine.asked == [0.1]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
+from .endings import GRACE_S, LAYER_S
 from .failures import GymConfigError, GymError, GymServerDied, GymTimeout, GymUnavailable
 from .requests import RolloutRequest, RolloutResult
+
+logger = logging.getLogger(__name__)
 
 COMPONENT = "Gym's actor"
 #: Seconds that a call may take which only looks at or sets something.
@@ -70,58 +74,88 @@ class NemoGymHandle:
 
         Raises:
             GymServerDied: the actor is dead, or dies meanwhile; noticed within a second.
-            GymTimeout: nothing finished for ``stall_timeout_s`` seconds.
-            GymError: what the actor raised.
+            GymTimeout: nothing finished for ``stall_timeout_s`` seconds, or what finished did not arrive.
+            GymError: what the actor raised, in its own class, with its own status.
         """
-        import asyncio
-
         import ray
+        from ray.exceptions import RayTaskError
 
         if self._ended:
             raise GymUnavailable("run_rollouts was called after shutdown", component=COMPONENT)
         began = time.monotonic()
-        finished = False
+        # Whether the actor's method has ended, so that nothing of it is left to cancel.
+        ended = False
         results: Any = None
         try:
             results = self.actor.run_rollouts.remote(list(requests))
             while True:
                 try:
-                    reference = await asyncio.wait_for(anext(results), self._stall_timeout_s)
-                    result = await asyncio.wait_for(_value(reference), CALL_TIMEOUT_S)
+                    reference = await _within(
+                        self._stall_timeout_s, anext(results), "run_rollouts gave no result", began
+                    )
                 except StopAsyncIteration:
-                    finished = True
+                    ended = True
                     return
-                except asyncio.TimeoutError as error:
-                    raise GymTimeout(
-                        f"run_rollouts gave no result for {self._stall_timeout_s:g} s",
-                        component=COMPONENT,
-                        elapsed_s=time.monotonic() - began,
-                    ) from error
-                yield result
-        except GymError:
-            raise
+                yield await _within(
+                    CALL_TIMEOUT_S, _value(reference), "a result of run_rollouts did not arrive", began
+                )
         except Exception as error:
-            finished = True
+            ended = isinstance(error, RayTaskError)
             problem = unwrapped(error, "run_rollouts", time.monotonic() - began)
             if problem is error:
                 raise
             raise problem from error
         finally:
-            if not finished and results is not None:
+            if not ended and results is not None:
                 # Ray may be gone already.
                 with contextlib.suppress(Exception):
                     ray.cancel(results)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Ask Gym to end, wait at most ``timeout_s`` seconds, then end the actor in any case; idempotent."""
+        """Ask Gym to end, wait for it, then end the actor in any case; idempotent.
+
+        Args:
+            timeout_s: after which the actor kills Gym; by default ``shutdown_timeout_s``. The actor may take
+                ``GRACE_S`` seconds more to see that nothing is left.
+
+        Raises:
+            KeyboardInterrupt: it came while the actor was ended, which it still was.
+            GymTimeout: something of Gym is left, or the actor did not answer.
+            GymError: what else went wrong in the actor. One that had died is not an error: it is what was
+                wanted.
+        """
         if self._ended:
             return
         self._ended = True
-        end_actor(self.actor, self._shutdown_timeout_s if timeout_s is None else timeout_s)
+        bound = self._shutdown_timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
+        problems = end_actor(self.actor, bound + GRACE_S + LAYER_S, bound)
+        typed = [
+            unwrapped(problem, "shutdown", time.monotonic() - began)
+            if isinstance(problem, Exception)
+            else problem
+            for problem in problems
+        ]
+        left = [problem for problem in typed if not isinstance(problem, GymServerDied)]
+        for problem in typed:
+            logger.warning("%s did not end properly: %r", COMPONENT, problem)
+        for wanted in (_INTERRUPTS, GymError):
+            for problem in left:
+                if isinstance(problem, wanted):
+                    raise problem
 
 
-def end_actor(actor: Any, timeout_s: float) -> list[BaseException]:
+#: What somebody wants who is not to be kept waiting by an error.
+_INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
+
+def end_actor(actor: Any, wait_s: float, timeout_s: float | None = None) -> list[BaseException]:
     """Ask the actor to shut down, wait for it, and kill it, whatever happens on the way.
+
+    Args:
+        actor: its handle.
+        wait_s: how long to wait for it at most.
+        timeout_s: after which the actor kills Gym; ``None`` leaves that to its settings.
 
     Returns:
         What went wrong, in order; an interrupt, too, which therefore cannot leave the actor behind.
@@ -130,7 +164,7 @@ def end_actor(actor: Any, timeout_s: float) -> list[BaseException]:
 
     problems: list[BaseException] = []
     try:
-        ray.get(actor.shutdown.remote(), timeout=timeout_s)
+        ray.get(actor.shutdown.remote(timeout_s), timeout=wait_s)
     except BaseException as error:
         problems.append(error)
     try:
@@ -172,6 +206,33 @@ def unwrapped(error: Exception, method: str, elapsed_s: float) -> Exception:
             f"{method} was lost: {type(error).__name__}: {_first_line(error)}", component=COMPONENT
         )
     return error
+
+
+async def _within(seconds: float, step: Awaitable[Any], problem: str, began: float) -> Any:
+    """What ``step`` gives. Its own ``TimeoutError``, of the actor, is not taken for a deadline of ours."""
+    import asyncio
+
+    task = asyncio.ensure_future(_kept(step))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if done:
+        value, error = task.result()
+        if error is not None:
+            raise error
+        return value
+    raise GymTimeout(f"{problem} for {seconds:g} s", component=COMPONENT, elapsed_s=time.monotonic() - began)
+
+
+async def _kept(step: Awaitable[Any]) -> tuple[Any, Exception | None]:
+    # The end of an iteration cannot leave a task as an exception.
+    try:
+        return await step, None
+    except Exception as error:
+        return None, error
 
 
 async def _value(reference: Any) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .actor_handle import COMPONENT, NemoGymHandle, end_actor
 from .config import DeferredBaseUrls, NemoGymConfig, build_nemo_gym_config
-from .failures import GymTimeout
+from .endings import GRACE_S, LAYER_S, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +123,14 @@ def shutdown_environments(
     environments: Iterable[Any] | Mapping[str, Any],
     timeout_s: float = float(NEMO_GYM_GRACEFUL_SHUTDOWN_TIMEOUT_S),
 ) -> None:
-    """End environments, all at the same time, within ``timeout_s`` seconds for all together; idempotent.
+    """End environments, all at the same time; idempotent.
+
+    Together they may take ``timeout_s`` seconds, and then ``GRACE_S`` and a little more of
+    :mod:`~rl_gym_bridge.endings`, in which a session kills what is left.
 
     Args:
         environments: handles, sessions, or raw handles of the actor; ``None`` and repetitions are skipped.
-        timeout_s: the bound for each of them.
+        timeout_s: the bound that each of them gets.
 
     Raises:
         Exception: the first one's, in the order of ``environments``, after all were tried; the others' are
@@ -136,34 +138,16 @@ def shutdown_environments(
     """
     listed = environments.values() if isinstance(environments, Mapping) else environments
     distinct = list({id(entry): entry for entry in listed if entry is not None}.values())
-    problems: list[BaseException | None] = [None] * len(distinct)
-
-    def end(index: int) -> None:
-        try:
-            _shutdown_of(distinct[index])(timeout_s)
-        except BaseException as error:
-            problems[index] = error
-
-    # Daemons: one that hangs must not hold the process up.
-    threads = [threading.Thread(target=end, args=(index,), daemon=True) for index in range(len(distinct))]
-    for thread in threads:
-        thread.start()
-    began = time.monotonic()
-    for index, thread in enumerate(threads):
-        thread.join(max(0.0, began + timeout_s + _GRACE_S - time.monotonic()))
-        if thread.is_alive():
-            problems[index] = GymTimeout(
-                "it did not end", component=type(distinct[index]).__name__, elapsed_s=time.monotonic() - began
-            )
-    first, *others = [problem for problem in problems if problem is not None] or [None]
+    steps = {
+        f"{type(entry).__name__} {number}": partial(_shutdown_of(entry), timeout_s)
+        for number, entry in enumerate(distinct)
+    }
+    # A session keeps to GRACE_S beyond its bound, and a handle waits a little longer for one in an actor.
+    first, *others = end_all(steps, timeout_s + GRACE_S + 2 * LAYER_S) or [None]
     for problem in others:
         logger.error("an environment did not end: %r", problem)
     if first is not None:
         raise first
-
-
-#: What an environment may take beyond its bound to say that it did not keep to it.
-_GRACE_S = 5.0
 
 
 def _shutdown_of(environment: Any) -> Any:

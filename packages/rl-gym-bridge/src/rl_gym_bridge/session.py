@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .attached import AttachedGym
 from .config import DeferredBaseUrls, NemoGymConfig
-from .failures import GymError, GymTimeout, GymUnavailable
+from .endings import GRACE_S, end_all
+from .failures import GymError, GymUnavailable
 from .model_servers import await_model_servers
 from .outcomes import OutcomeMaker, failed
 from .process import GymProcess
@@ -24,9 +24,6 @@ from .transport.choice import choose_transport
 
 if TYPE_CHECKING:
     import asyncio
-
-#: What ending Gym may take beyond its bound, to see that nothing is left.
-_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +174,8 @@ class GymSession:
 
         entry = (asyncio.get_running_loop(), stop)
         with self._lock:
+            # Here and not before: a shutdown stops exactly the runs that it finds.
+            self._check_running()
             self._runs.append(entry)
         try:
             yield
@@ -216,10 +215,10 @@ class GymSession:
         """End what runs, and Gym if it was started here; idempotent, from any thread, also before the start.
 
         Args:
-            timeout_s: after which Gym is killed; by default ``config.shutdown_timeout_s``.
+            timeout_s: after which Gym is killed, at once with 0; by default ``config.shutdown_timeout_s``.
 
         Raises:
-            GymTimeout: something of Gym is left, or still ends, some seconds after ``timeout_s``.
+            GymTimeout: something of Gym is left, or still ends, ``GRACE_S`` seconds after ``timeout_s``.
         """
         with self._lock:
             self._state = "shut down"
@@ -232,25 +231,10 @@ class GymSession:
             self._end(self._gym, timeout_s)
 
     def _end(self, gym: GymProcess, timeout_s: float | None) -> None:
-        if timeout_s is not None:
-            gym.config = dataclasses.replace(gym.config, shutdown_timeout_s=timeout_s)
-        bound = gym.config.shutdown_timeout_s + _GRACE_S
-        problems: list[BaseException] = []
-
-        def end() -> None:
-            try:
-                gym.shutdown()
-            except BaseException as error:
-                problems.append(error)
-
-        began = time.monotonic()
-        thread = threading.Thread(target=end, daemon=True)
-        thread.start()
-        thread.join(bound)
-        if thread.is_alive():
-            raise GymTimeout("Gym still ends", component="gym", elapsed_s=time.monotonic() - began)
-        if problems:
-            raise problems[0]
+        bound = self._config.shutdown_timeout_s if timeout_s is None else max(0.0, timeout_s)
+        # In a thread, so that the bound holds even for a process that the kernel does not let go.
+        for problem in end_all({"gym": partial(gym.shutdown, timeout_s=bound)}, bound + GRACE_S):
+            raise problem
 
     async def shutdown_async(self, timeout_s: float | None = None) -> None:
         """:meth:`shutdown`, beside what else runs on the event loop."""
