@@ -379,12 +379,36 @@ def test_an_empty_answer_in_the_middle_counts_as_full_context_only_if_nothing_fo
     user = {"type": "message", "role": "user", "content": "again"}
     full = answer(*said([1], [2]), user, empty, user, empty, incomplete="max_output_tokens")
     assert trajectory(full).token_ids == (1, 2)
-    with pytest.raises(GymTokenError, match="although an earlier call had no room"):
+    with pytest.raises(GymTokenError, match="although an earlier call was cut off"):
         trajectory(
             answer(*said([1], [2]), user, empty, user, *said([1, 2, 3], [4]), incomplete="max_output_tokens")
         )
     with pytest.raises(GymTokenError, match="carry no"):
         trajectory(answer(*said([1], [2]), user, empty))
+
+
+EMPTY = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]}
+
+
+def test_a_filter_that_allows_no_further_call_ends_the_rollout_with_the_calls_before() -> None:
+    """Gym's server answers so after thinking alone, with ``sequential_reasoning_allowed: false``."""
+    thought = {**said([1], [2, 3])[0], "type": "reasoning", "summary": [{"text": "hm"}]}
+    del thought["content"]
+    made = trajectory(answer(thought, EMPTY, incomplete="content_filter", reward=0.0))
+    assert (made.token_ids, len(made.turns), made.reward) == ((1, 2, 3), 1, 0.0)
+    assert (made.stop_reason, made.metrics["truncated"]) == (StopReason.ABORTED, 1.0)
+    later = answer(*called([1], [2]), *said([1, 2, 3], [4]), EMPTY, incomplete="content_filter")
+    assert [turn.generation_token_ids for turn in trajectory(later).turns] == [(2,), (4,)]
+
+
+def test_a_filtered_answer_that_says_something_must_carry_its_tokens() -> None:
+    silent = said([1, 2, 3], [4], text="but it speaks")[0]
+    for field in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
+        del silent[field]
+    with pytest.raises(GymTokenError, match="carry no prompt_token_ids"):
+        trajectory(answer(*called([1], [2]), silent, incomplete="content_filter"))
+    with pytest.raises(GymNoTokensError, match=r"cut off before its first token .*content_filter"):
+        trajectory(answer(EMPTY, incomplete="content_filter"))
 
 
 @pytest.mark.parametrize(

@@ -47,21 +47,20 @@ class CallSequence:
 
     Attributes:
         calls: in order, at least one.
-        context_exhausted: whether a further call found no room for an answer.
         open_tool_calls: whether the rollout ends with tool outputs that the model never got to read.
     """
 
     calls: tuple[ModelCall, ...]
-    context_exhausted: bool
     open_tool_calls: bool
 
 
-def read_calls(output: Any, *, cut_by_length: bool, cause: str) -> CallSequence:
+def read_calls(output: Any, *, cut_off_by: str, cause: str) -> CallSequence:
     """Split ``response.output`` into model calls and check their tokens.
 
     Args:
         output: the items.
-        cut_by_length: whether Gym says that the rollout ended for want of tokens.
+        cut_off_by: Gym's reason why the rollout was cut off, empty where it was not. Where it was, a call
+            that says nothing and carries no tokens sampled none: it is the end, and no call.
         cause: what Gym says of the end, for errors.
 
     Raises:
@@ -73,38 +72,39 @@ def read_calls(output: Any, *, cut_by_length: bool, cause: str) -> CallSequence:
         raise GymAnswerError(f"response.output is a {type(output).__name__}, not a list")
     calls: list[ModelCall] = []
     pending: list[Mapping[str, Any]] = []
-    exhausted = False
+    ended = False
     for index, item in enumerate(output):
         if not isinstance(item, Mapping):
             raise GymAnswerError(f"response.output[{index}] is a {type(item).__name__}, not an object")
         where = f"response.output[{index}] (model call {len(calls) + 1})"
         if not _said_by_model(item, where):
-            exhausted = _close(pending, exhausted, cut_by_length, where, calls)
+            ended = _close(pending, ended, bool(cut_off_by), where, calls)
         elif _carries_tokens(item):
-            if exhausted:
-                raise GymTokenError(f"{where} carries tokens although an earlier call had no room for any")
+            if ended:
+                raise GymTokenError(f"{where} carries tokens although an earlier call was cut off before any")
             calls.append(_checked_call((*pending, item), calls[-1] if calls else None, where))
             pending.clear()
         else:
             pending.append(item)
-    exhausted = _close(pending, exhausted, cut_by_length, f"the end (model call {len(calls) + 1})", calls)
+    ended = _close(pending, ended, bool(cut_off_by), f"the end (model call {len(calls) + 1})", calls)
     if not any(call.generation_token_ids for call in calls):
-        raise GymNoTokensError(_why_no_tokens(calls, exhausted, cause))
-    return CallSequence(tuple(calls), exhausted, _ends_with_tool_output(output))
+        raise GymNoTokensError(_why_no_tokens(calls, cut_off_by if ended else "", cause))
+    return CallSequence(tuple(calls), _ends_with_tool_output(output))
 
 
 def _close(
     pending: list[Mapping[str, Any]],
-    exhausted: bool,
-    cut_by_length: bool,
+    ended: bool,
+    cut_off: bool,
     where: str,
     calls: Sequence[ModelCall],
 ) -> bool:
-    """End a call that carried no tokens, if there is one; whether the context is exhausted."""
+    """End a call that carried no tokens, if there is one; whether the rollout has been cut off."""
     if not pending:
-        return exhausted
-    if cut_by_length and not any(_says_something(item) for item in pending):
-        # Gym answers a prompt that leaves no room with an empty message and "max_output_tokens".
+        return ended
+    if cut_off and not any(_says_something(item) for item in pending):
+        # Gym itself makes such an answer, with "max_output_tokens" for a prompt that leaves no room, and with
+        # "content_filter" after a call of thinking alone where its server allows no further one.
         pending.clear()
         return True
     kinds = ", ".join(str(item.get("type")) for item in pending)
@@ -118,10 +118,12 @@ def _close(
     )
 
 
-def _why_no_tokens(calls: Sequence[ModelCall], exhausted: bool, cause: str) -> str:
+def _why_no_tokens(calls: Sequence[ModelCall], cut_off_by: str, cause: str) -> str:
     said = f" (Gym says: {cause})" if cause else ""
-    if exhausted:
+    if cut_off_by == "max_output_tokens":
         return f"the prompt leaves no room for an answer in the model's context{said}"
+    if cut_off_by:
+        return f"the rollout was cut off before its first token{said}"
     if calls:
         return f"the model sampled no token in {len(calls)} calls{said}"
     return f"the answer holds no item of the model{said}"

@@ -78,9 +78,7 @@ def postprocess_nemo_gym_result(
         )
     check_sample_is_valid(result, response)
     ending = _ending(response)
-    sequence = read_calls(
-        response.get("output"), cut_by_length=ending.reason == "max_output_tokens", cause=ending.words
-    )
+    sequence = read_calls(response.get("output"), cut_off_by=ending.reason, cause=ending.words)
     texts = [read_text(call.items) for call in sequence.calls]
     kept = _continuous(sequence.calls, keep_prefix=on_discontinuity == "keep_prefix")
     turns = tuple(

@@ -17,7 +17,13 @@ _LARGEST_LOGPROB = 1e-4
 
 
 class StopReason(str, Enum):
-    """Why a rollout ended. Truncation is this value, never a guess from lengths or last tokens."""
+    """Why a rollout ended. Truncation is this value, never a guess from lengths or last tokens.
+
+    ``ABORTED`` is a rollout that something other than the policy broke off and that stands for what was
+    sampled before: a content filter of the environment's, or a prompt that stopped extending the rollout
+    where the turns before it are kept. An *engine* that aborts a request is another thing: nothing is known
+    of its answer, so the rollout is a :class:`RolloutFailure` of the kind INFRA and no trajectory.
+    """
 
     STOP = "stop"
     LENGTH = "length"
