@@ -91,6 +91,12 @@ class GymServerDied(GymError):
     kind = FailureKind.INFRA
 
 
+class GymStateUnknown(GymError):
+    """Whether a Gym process runs cannot be seen now, for want of file descriptors: it need not be dead."""
+
+    kind = FailureKind.INFRA
+
+
 class GymUnavailable(GymError):
     """A request that never reached the server: nothing was executed."""
 

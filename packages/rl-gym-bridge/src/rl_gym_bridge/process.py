@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shutil
@@ -10,23 +9,22 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from .config import NemoGymConfig
-from .failures import GymConfigError, GymServerDied, GymStartError, GymStateUnknown, GymTimeout
+from .failures import GymConfigError, GymServerDied, GymStartError, GymTimeout
 from .interpreter import GymInterpreter, find_gym_interpreter
 from .supervision.deployment import Deployment
-from .supervision.health import dead, died, unknown_if_unseen, unwell
+from .supervision.health import WHOLE, dead, died, unknown_if_unseen, unwell
+from .supervision.program_end import end_quietly, end_with_program, has_ended
 from .supervision.servers import AGENT_TYPE, GymServer
 from .supervision.starting import start_deployment
 
 _LOG = logging.getLogger(__name__)
 # What a failing start may take to clean up after itself, beyond the time to shut Gym down.
 _MARGIN_S = 5.0
-_LIVE: weakref.WeakSet[GymProcess] = weakref.WeakSet()
 
 
 class GymProcess:
@@ -59,6 +57,8 @@ class GymProcess:
         self._interpreter = interpreter
         self._search_folder = Path.cwd() if search_folder is None else Path(search_folder).absolute()
         self._deployment: Deployment | None = None
+        # Attempts to start that came to nothing, of which something may have survived.
+        self._earlier: list[Deployment] = []
         self._owned_folder: Path | None = None
         self._owner = os.getpid()
         self._stopping = threading.Event()
@@ -89,12 +89,12 @@ class GymProcess:
             self._started = True
             self._settled.clear()
         began = time.monotonic()
-        _register(self)
+        end_with_program(self)
         self._starter = threading.get_ident()
         try:
             self._start(began + self.config.start_timeout_s)
         except BaseException:
-            self._end_quietly()
+            end_quietly(self)
             raise
         finally:
             self._settled.set()
@@ -104,21 +104,30 @@ class GymProcess:
     def _start(self, deadline: float) -> None:
         interpreter = self._interpreter or find_gym_interpreter(self.config.python)
         self._interpreter = interpreter
-        start_deployment(
-            self.config,
-            interpreter,
-            parent_folder=self._parent_folder,
-            search_folder=self._search_folder,
-            deadline=deadline,
-            stopping=self._stopping.is_set,
-            publish=self._publish,
-        )
+        try:
+            start_deployment(
+                self.config,
+                interpreter,
+                parent_folder=self._parent_folder,
+                search_folder=self._search_folder,
+                deadline=deadline,
+                stopping=self._stopping.is_set,
+                publish=self._publish,
+            )
+        except OSError as error:
+            raise GymStartError(
+                f"this machine refused something: {error}",
+                component="gym",
+                remedy="check the rights and space of the working folder and the limit of open files",
+            ) from error
         with self._lock:
             if self._stopping.is_set():
                 raise GymStartError("it was shut down while it started", component="gym")
             self._ready = True
 
     def _publish(self, deployment: Deployment) -> None:
+        if self._deployment is not None:
+            self._earlier.append(self._deployment)
         self._deployment = deployment
 
     def _parent_folder(self) -> Path:
@@ -137,7 +146,7 @@ class GymProcess:
         if error is None:
             self.shutdown()
         else:
-            self._end_quietly()
+            end_quietly(self)
 
     @property
     def servers(self) -> Mapping[str, GymServer]:
@@ -213,10 +222,12 @@ class GymProcess:
         May be called again, and in any thread.
 
         Args:
-            timeout_s: after which what is left is killed; by default ``config.shutdown_timeout_s``.
+            timeout_s: after which what is left is killed; by default ``config.shutdown_timeout_s``; 0 kills
+                at once. The shortest one that was asked for holds, also for a shutdown under way.
 
         Raises:
             GymTimeout: a process survived SIGKILL; names it.
+            GymStateUnknown: this process has no file descriptor left to see with what is left.
         """
         if os.getpid() != self._owner:
             # A fork of the owner: Gym is not its to end.
@@ -233,8 +244,9 @@ class GymProcess:
                 return
             began = time.monotonic()
             was_ready, self._ready = self._ready, False
-            left = deployment.end(bound)
-            _LIVE.discard(self)
+            with unknown_if_unseen(WHOLE, self.head_url):
+                left = [entry for each in (deployment, *self._earlier) for entry in each.end(bound)]
+            has_ended(self)
             if left:
                 raise GymTimeout(
                     f"processes {', '.join(str(entry.pid) for entry in left)} survived SIGKILL",
@@ -259,13 +271,6 @@ class GymProcess:
         if deployment is not None and deployment.command is not None:
             deployment.command.ask_end(self.config.shutdown_timeout_s if timeout_s is None else timeout_s)
 
-    def _end_quietly(self) -> None:
-        """Shut down where another error is already on its way."""
-        try:
-            self.shutdown()
-        except Exception as error:
-            _LOG.warning("while Gym was shut down after an error: %s", error)
-
     def _remove_owned_folder(self) -> None:
         if self._owned_folder is not None:
             shutil.rmtree(self._owned_folder, ignore_errors=True)
@@ -288,17 +293,3 @@ def shutdown_all(processes: Iterable[GymProcess]) -> None:
             first = first or error
     if first is not None:
         raise first
-
-
-def _register(gym: GymProcess) -> None:
-    if not _LIVE:
-        atexit.unregister(_shutdown_live)
-        atexit.register(_shutdown_live)
-    _LIVE.add(gym)
-
-
-def _shutdown_live() -> None:
-    for each in list(_LIVE):
-        each.ask_shutdown()
-    for each in list(_LIVE):
-        each._end_quietly()

@@ -59,6 +59,7 @@ class Deployment:
         self.folder = parent_folder / f"gym-{self.run_id}"
         self.log = self.folder / "gym.log"
         self.head_url = f"http://127.0.0.1:{ports.head}"
+        self._head_port = ports.head
         self.servers: tuple[GymServer, ...] = ()
         self.command: GuardedCommand | None = None
         self._interpreter = interpreter
@@ -120,17 +121,19 @@ class Deployment:
             PortTaken: another program has one of the ports.
         """
         url = f"{self.head_url}/server_instances"
+        unseen = ""
         for _ in self._waiting(deadline, stopping):
-            probe = get_all([url], timeout_s=_PROBE_S)[url]
             try:
-                self.servers = parse_servers(probe, self.run_id)
+                self.servers = parse_servers(get_all([url], timeout_s=_PROBE_S)[url], self.run_id)
+            except OSError as error:
+                unseen = _unseen(error)
             except NotOurs as error:
                 raise PortTaken(str(error)) from error
             except BadList as error:
                 raise self._failure(str(error), component="head server") from error
             if self.servers:
                 return
-        raise self._failure("the head server listed no servers", component="head server")
+        raise self._failure(f"the head server listed no servers{unseen}", component="head server")
 
     def await_servers(self, deadline: float, stopping: Callable[[], bool]) -> None:
         """Wait until every server answers.
@@ -141,15 +144,20 @@ class Deployment:
         """
         waiting = {server.name: server for server in self.servers}
         reasons: dict[str, str] = {}
+        unseen = ""
         for _ in self._waiting(deadline, stopping, lambda: [_reason(name, reasons) for name in waiting]):
-            probes = get_all([f"{server.url}/" for server in waiting.values()], timeout_s=_PROBE_S)
+            try:
+                probes = get_all([f"{server.url}/" for server in waiting.values()], timeout_s=_PROBE_S)
+                gone = [server.name for server in self.servers if not server.runs]
+            except OSError as error:
+                unseen = _unseen(error)
+                continue
             for name, server in list(waiting.items()):
                 probe = probes[f"{server.url}/"]
                 if probe.status == 200:
                     del waiting[name]
                 else:
                     reasons[name] = probe.problem or f"answers with status {probe.status}"
-            gone = [server.name for server in self.servers if not server.runs]
             if gone:
                 if port_was_taken(self.log):
                     raise PortTaken(f"{', '.join(gone)} could not listen")
@@ -157,7 +165,7 @@ class Deployment:
             if not waiting:
                 return
         named = ", ".join(_reason(name, reasons) for name in waiting)
-        raise self._failure(f"not ready: {named}", component=", ".join(waiting))
+        raise self._failure(f"not ready: {named}{unseen}", component=", ".join(waiting))
 
     def _waiting(
         self, deadline: float, stopping: Callable[[], bool], unready: Callable[[], list[str]] = list
@@ -169,9 +177,10 @@ class Deployment:
                 raise self._failure("it was shut down while it started", component="gym")
             assert self.command is not None
             problem = self.command.problem()
-            if problem or port_was_taken(self.log):
-                if port_was_taken(self.log):
-                    raise PortTaken("a server could not listen")
+            # Such a line of a server that goes on is its own affair, but not one about the head's port.
+            if port_was_taken(self.log, None if problem else self._head_port):
+                raise PortTaken("a server could not listen")
+            if problem:
                 names = unready()
                 missing = f"; not ready: {', '.join(names)}" if names else ""
                 raise self._failure(f"{problem} before all servers were ready{missing}", component="gym")
@@ -205,6 +214,10 @@ class Deployment:
 
     def _private_paths(self) -> list[Path]:
         return [self._settings_file, *([self._ray_folder] if self._ray_folder else [])]
+
+
+def _unseen(error: OSError) -> str:
+    return f" (at times nothing could be seen: {error.strerror or error})"
 
 
 def _reason(name: str, reasons: Mapping[str, str]) -> str:

@@ -28,27 +28,36 @@ def end_all(
 
     Returns:
         What was still there at the deadline.
+
+    Raises:
+        OSError: until the deadline nothing could be told.
     """
     began = time.monotonic()
     asked: set[tuple[int, int]] = set()
     while True:
         reap()
-        left = find()
-        if not left:
-            return []
         elapsed = time.monotonic() - began
-        if elapsed >= total_s:
-            return left
-        for entry in left:
-            if not entry.runs:
-                continue
-            identity = (entry.pid, entry.started)
-            if elapsed >= polite_s:
-                send(entry, signal.SIGKILL)
-            elif identity not in asked:
-                asked.add(identity)
-                send(entry, signal.SIGTERM)
-                # A stopped process sees no signal but SIGKILL until it goes on.
-                if entry.state in "Tt":
-                    send(entry, signal.SIGCONT)
+        try:
+            left = find()
+            if not left or elapsed >= total_s:
+                return left
+            for entry in left:
+                if entry.runs:
+                    _end(entry, asked, kill=elapsed >= polite_s)
+        except OSError:
+            # The machine may be out of file descriptors for a moment.
+            if elapsed >= total_s:
+                raise
         time.sleep(_PAUSE_S)
+
+
+def _end(entry: Process, asked: set[tuple[int, int]], *, kill: bool) -> None:
+    identity = (entry.pid, entry.started)
+    if kill:
+        send(entry, signal.SIGKILL)
+    elif identity not in asked:
+        send(entry, signal.SIGTERM)
+        # A stopped process sees no signal but SIGKILL until it goes on.
+        if entry.state in "Tt":
+            send(entry, signal.SIGCONT)
+        asked.add(identity)

@@ -152,6 +152,8 @@ class _Guard:
         began = time.monotonic()
         if self._status is None:
             self._interrupt(min(_MOST_GRACE_S, stop_s / 2))
+            # Somebody may have become impatient.
+            stop_s = min(stop_s, stop_s if self._stop_s is None else self._stop_s)
         polite_s = min(_MOST_POLITE_S, stop_s / 10)
         total_s = max(1.0, stop_s - (time.monotonic() - began))
         left = _end_descendants(polite_s=polite_s, total_s=total_s)
@@ -177,6 +179,7 @@ class _Guard:
             return False
         # Its exit is collected here, not by subprocess.
         child.returncode = 0
+        # An error here leaves it to the watch.
         self._command = process(child.pid)
         send_message(1, {"event": "started", "pid": child.pid})
         return True
@@ -189,13 +192,19 @@ class _Guard:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
         self._reap()
-        trainer = process(self._trainer[0])
-        gone = trainer is None or not trainer.runs or trainer.started != self._trainer[1]
-        if gone or self._orders.closed or os.getppid() != self._watch:
+        if self._trainer_is_gone() or self._orders.closed or os.getppid() != self._watch:
             self._ask_stop(_ORPHANED_S)
         if self._orders.closed:
             # Nothing is left to wait on but signals.
             time.sleep(0.02)
+
+    def _trainer_is_gone(self) -> bool:
+        try:
+            trainer = process(self._trainer[0])
+        except OSError:
+            # The machine is out of file descriptors; the trainer's pipe still tells of its end.
+            return False
+        return trainer is None or not trainer.runs or trainer.started != self._trainer[1]
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -211,7 +220,8 @@ class _Guard:
         """Ask Gym to end by itself."""
         if self._command is None:
             return
-        send(self._command, signal.SIGINT)
+        with contextlib.suppress(OSError):
+            send(self._command, signal.SIGINT)
         deadline = time.monotonic() + grace_s
         while self._status is None and time.monotonic() < deadline:
             self._look(min(0.05, max(0.0, deadline - time.monotonic())))

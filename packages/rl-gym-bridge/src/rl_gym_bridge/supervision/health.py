@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
-from ..failures import GymServerDied
+from ..failures import GymServerDied, GymStateUnknown
 from .deployment import Deployment
 from .log_excerpt import ended_servers
 from .probing import get_all
@@ -13,15 +14,49 @@ WHOLE = "gym"
 
 
 def dead(deployment: Deployment) -> dict[str, str]:
-    """What no longer runs, each with the reason; ``gym`` is Gym's own command. No request is made."""
+    """What no longer runs, each with the reason; ``gym`` is Gym's own command. No request is made.
+
+    Raises:
+        OSError: nothing is known to be dead, and of one process nothing can be told.
+    """
     problem = "it was never launched" if deployment.command is None else deployment.command.problem()
     problems = {WHOLE: problem} if problem else {}
-    problems.update({server.name: "its process ended" for server in deployment.servers if not server.runs})
+    unknown: OSError | None = None
+    for server in deployment.servers:
+        try:
+            if not server.runs:
+                problems[server.name] = "its process ended"
+        except OSError as error:
+            unknown = error
+    if unknown is not None and not problems:
+        raise unknown
     return problems
 
 
+@contextlib.contextmanager
+def unknown_if_unseen(component: str, address: str = "") -> Iterator[None]:
+    """Make an error of this machine inside the block one that says so: what was asked about may be well.
+
+    Raises:
+        GymStateUnknown: instead of an :class:`OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise GymStateUnknown(
+            f"cannot tell whether it runs: {error.strerror or error}",
+            component=component,
+            address=address,
+            remedy="raise the limit of open files (`ulimit -n`), or look for what leaves them open",
+        ) from error
+
+
 def unwell(deployment: Deployment, timeout_s: float) -> dict[str, str]:
-    """What no longer runs or does not answer ``GET /`` with 200 in time, all asked at once."""
+    """What no longer runs or does not answer ``GET /`` with 200 in time, all asked at once.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     problems = dead(deployment)
     if WHOLE in problems:
         return problems

@@ -76,6 +76,8 @@ class GuardedCommand:
         self._ended = False
         self._problem = ""
         self._lock = threading.RLock()
+        # Of its own, so that whoever ends it can be told to hurry.
+        self._orders_lock = threading.Lock()
         self._known: dict[int, Process] = {}
         self._guardian: subprocess.Popen[bytes] | None = None
         own = process(os.getpid())
@@ -111,7 +113,7 @@ class GuardedCommand:
             )
             self._await_start(complaints)
         except BaseException:
-            self._orders.close()
+            self._close_orders()
             self.end(2.0)
             raise
 
@@ -154,12 +156,20 @@ class GuardedCommand:
             return ""
 
     def ask_end(self, seconds: float) -> None:
-        """Have everything ended within ``seconds``, and return at once."""
-        with self._lock, contextlib.suppress(ValueError):
+        """Have everything ended within ``seconds``, and return at once; the shortest time asked for holds."""
+        with self._orders_lock, contextlib.suppress(ValueError):
             send_message(self._orders.fileno(), {"stop_s": seconds})
 
+    def _close_orders(self) -> None:
+        with self._orders_lock:
+            self._orders.close()
+
     def end(self, seconds: float) -> list[Process]:
-        """End everything within ``seconds`` and a margin; returns what survived. May be called again."""
+        """End everything within ``seconds`` and a margin; returns what survived. May be called again.
+
+        Raises:
+            OSError: this process cannot see what is left, for want of file descriptors.
+        """
         self.ask_end(seconds)
         with self._lock:
             guardian = self._guardian
@@ -168,13 +178,19 @@ class GuardedCommand:
                 while not self._reports.closed and time.monotonic() < deadline:
                     self._read(min(0.5, deadline - time.monotonic()))
                 _wait(guardian, max(0.1, min(_MARGIN_S, deadline - time.monotonic())))
-            left = self._end_what_is_left(max(_MARGIN_S, deadline - time.monotonic()))
-            if guardian is not None:
-                _wait(guardian, _MARGIN_S)
-            self._orders.close()
-            self._reports.closed = True
-            self._answers.close()
-            return left
+            try:
+                return self._end_what_is_left(max(_MARGIN_S, deadline - time.monotonic()))
+            except OSError:
+                # The guardian saw for itself that nothing is left.
+                if not self._ended or self.survivors:
+                    raise
+                return []
+            finally:
+                if guardian is not None:
+                    _wait(guardian, _MARGIN_S)
+                self._close_orders()
+                self._reports.closed = True
+                self._answers.close()
 
     def _end_what_is_left(self, seconds: float) -> list[Process]:
         """Do the guardian's work where it was killed itself, stopped, or hangs."""

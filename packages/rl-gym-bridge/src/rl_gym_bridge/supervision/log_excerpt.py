@@ -21,7 +21,6 @@ _NOISE = re.compile(
     r"^\s*(\([^)]*\) )?INFO\b|Connecting to .*Ray cluster|Connected to Ray cluster|uvicorn logging filter"
 )
 _PORT_TAKEN = re.compile(r"address already in use|Errno 98\b", re.IGNORECASE)
-
 _SERVER_ENDED = re.compile(r"Process `([^`]+)` finished unexpectedly")
 
 
@@ -46,9 +45,16 @@ def excerpt(path: Path, secrets: Iterable[str] = ()) -> str:
     return redacted_text("\n".join(lines[index] for index in chosen), secrets)
 
 
-def port_was_taken(path: Path) -> bool:
-    """Whether a server could not listen because another program had its port."""
-    return _PORT_TAKEN.search(read_end(path)) is not None
+def port_was_taken(path: Path, port: int | None = None) -> bool:
+    """Whether a log says that something could not listen because another program had its port.
+
+    Args:
+        path: the log.
+        port: only that something of one line, which names this port.
+    """
+    lines = read_end(path).splitlines()
+    named = re.compile(rf"\b{port}\b") if port is not None else re.compile("")
+    return any(_PORT_TAKEN.search(line) and named.search(line) for line in lines)
 
 
 def ended_servers(path: Path) -> frozenset[str]:

@@ -33,7 +33,11 @@ class Probe:
 
 
 def get_all(urls: Iterable[str], *, timeout_s: float) -> Mapping[str, Probe]:
-    """GET every URL once, all at the same time; returns after at most ``timeout_s`` seconds."""
+    """GET every URL once, all at the same time; returns after at most ``timeout_s`` seconds.
+
+    Raises:
+        OSError: this process can open no more sockets.
+    """
     deadline = time.monotonic() + timeout_s
     results: dict[str, Probe] = {}
     with selectors.DefaultSelector() as selector:

@@ -1,6 +1,8 @@
 """Linux processes: who they are, whose children they are, and signals that cannot hit a stranger.
 
 A process id alone is reused by the kernel; together with the time at which the process started it is not.
+Only the kernel's word that there is no such process counts as its end: every other error, such as the lack of
+a file descriptor, says nothing about it and comes out as an :class:`OSError`.
 Everything here reads ``/proc`` and needs the standard library only: the guardian runs without any package.
 """
 
@@ -39,11 +41,15 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """The process with this id, ``None`` if there is none."""
+    """The process with this id, ``None`` if there is none.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The second field is the program's name in brackets, and may itself contain spaces and brackets.
     fields = text[text.rindex(b")") + 2 :].split()
@@ -51,13 +57,27 @@ def process(pid: int) -> Process | None:
 
 
 def all_processes() -> list[Process]:
-    """Every process that this one can see."""
-    found = (process(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    return [entry for entry in found if entry is not None]
+    """Every process that this one can see.
+
+    Raises:
+        OSError: they cannot be listed or looked at.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        # Where /proc hides them, processes of other users are none of this one's business.
+        with contextlib.suppress(PermissionError):
+            entry = process(int(name)) if name.isdigit() else None
+            if entry is not None:
+                found.append(entry)
+    return found
 
 
 def is_same(entry: Process) -> bool:
-    """Whether the process still runs, and its id was not given to another."""
+    """Whether the process still runs, and its id was not given to another.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     now = process(entry.pid)
     return now is not None and now.runs and now.started == entry.started
 
@@ -77,11 +97,16 @@ def descendants(root: int, among: Iterable[Process] | None = None) -> list[Proce
 
 
 def carries_run_id(pid: int, run_id: str) -> bool:
-    """Whether the process was started with ``RL_GYM_RUN_ID=run_id`` in its environment."""
+    """Whether the process was started with ``RL_GYM_RUN_ID=run_id`` in its environment.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        # Gone, or another user's.
         return False
     return f"{RUN_ID_VARIABLE}={run_id}".encode() in environment.split(b"\0")
 
@@ -92,6 +117,9 @@ def of_run(run_id: str) -> list[Process]:
     Those are the ones that carry the run's id, everything below them, and everything in their sessions,
     all the run's own: a program that gives itself a title overwrites its environment, and one whose
     parent died has another parent. This process and those above it are never among them.
+
+    Raises:
+        OSError: that cannot be told.
     """
     everyone = all_processes()
     spared = _self_and_above(everyone)
@@ -117,7 +145,11 @@ def _self_and_above(everyone: Iterable[Process]) -> set[int]:
 
 
 def send(entry: Process, number: int) -> bool:
-    """Signal exactly this process; returns whether it was still there."""
+    """Signal exactly this process; returns whether it was still there.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     open_pidfd = getattr(os, "pidfd_open", None)
     descriptor = -1
     if open_pidfd is not None:

@@ -40,7 +40,11 @@ class GymServer:
 
     @property
     def runs(self) -> bool:
-        """Whether its process runs; costs microseconds."""
+        """Whether its process runs; costs microseconds.
+
+        Raises:
+            OSError: that cannot be told.
+        """
         return is_same(self.process)
 
 
@@ -50,6 +54,7 @@ def parse_servers(probe: Probe, run_id: str) -> tuple[GymServer, ...]:
     Raises:
         NotOurs: the processes carry another run's id.
         BadList: an entry without an address or process, or with an address that other machines reach.
+        OSError: whose the processes are cannot be told.
     """
     if probe.status != 200:
         return ()

@@ -38,7 +38,8 @@ def start_deployment(
         search_folder: the user's own folder.
         deadline: when to give up, by ``time.monotonic``.
         stopping: whether to give up now.
-        publish: takes each attempt before anything of it exists, so that the caller can always end it.
+        publish: takes each attempt before anything of it exists, so that the caller can always end it, also
+            again where processes of a failed attempt are still there.
 
     Raises:
         GymConfigError: settings cannot be used.
@@ -64,7 +65,9 @@ def start_deployment(
         )
         publish(deployment)
         try:
+            _go_on(stopping)
             deployment.prepare()
+            _go_on(stopping)
             deployment.launch()
             deployment.await_head(deadline, stopping)
             deployment.await_servers(deadline, stopping)
@@ -81,3 +84,8 @@ def start_deployment(
                 ) from error
             _LOG.warning("%s; Gym is started again with other ports", error)
             deployment.end(1.0)
+
+
+def _go_on(stopping: Callable[[], bool]) -> None:
+    if stopping():
+        raise GymStartError("it was shut down while it started", component="gym")
