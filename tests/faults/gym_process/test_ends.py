@@ -47,6 +47,32 @@ def test_a_command_that_leaves_its_servers_or_ignores_sigint(make_gym, fault) ->
     assert trace.left() == []
 
 
+def test_a_shutdown_without_time_kills_at_once(make_gym) -> None:
+    gym = make_gym(ignore_sigint=True, stubborn=True, shutdown_timeout_s=30.0).start()
+    trace = Trace(gym.run_id)
+    began = time.monotonic()
+    gym.shutdown(0)
+    # With the settings' time, SIGINT alone would have had 5 s.
+    assert time.monotonic() - began < 4.5
+    assert trace.left() == []
+    assert gym.config.shutdown_timeout_s == 30.0
+
+
+def test_a_shutdown_under_way_can_be_hurried(make_gym) -> None:
+    gym = make_gym(ignore_sigint=True, shutdown_timeout_s=30.0).start()
+    trace = Trace(gym.run_id)
+    began = time.monotonic()
+    patient = threading.Thread(target=gym.shutdown)
+    patient.start()
+    time.sleep(0.2)
+    assert trace.left()
+    gym.shutdown(0)
+    patient.join(5)
+    assert not patient.is_alive()
+    assert time.monotonic() - began < 4.5
+    assert trace.left() == []
+
+
 def test_several_end_at_the_same_time(make_gym) -> None:
     several = [make_gym(ignore_sigint=True, shutdown_timeout_s=4.0).start() for _ in range(3)]
     traces = [Trace(gym.run_id) for gym in several]

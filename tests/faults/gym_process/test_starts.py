@@ -165,6 +165,54 @@ def test_a_port_that_another_program_takes_is_no_failure(make_gym, tmp_path) -> 
     gym.shutdown()
 
 
+def test_a_server_that_speaks_of_ports_and_goes_on_is_no_failure(make_gym, tmp_path) -> None:
+    said = "my cache: [Errno 98] error while attempting to bind on address: address already in use"
+    gym = make_gym(say=[said]).start()
+    assert said in (gym.log_path or tmp_path).read_text()
+    assert len(list(tmp_path.glob("gym-*"))) == 1
+    gym.shutdown()
+
+
+def test_a_head_server_without_its_port_is_not_waited_for(make_gym, tmp_path, monkeypatch) -> None:
+    # As Gym does: the thread of the head server ends, and the rest goes on.
+    launch_it = starting.Deployment.launch
+
+    def without_port(self) -> None:
+        first = len(list(tmp_path.glob("gym-*"))) == 1
+        if first:
+            port = self.head_url.rpartition(":")[2]
+            said = f"ERROR: [Errno 98] error while attempting to bind on address ('127.0.0.1', {port})"
+            self.log.write_text(f"{said}: address already in use\n")
+        launch_it(self)
+
+    monkeypatch.setattr(starting.Deployment, "launch", without_port)
+    gym = make_gym().start()
+    assert len(list(tmp_path.glob("gym-*"))) == 2
+    gym.shutdown()
+
+
+def test_what_survives_a_failed_attempt_is_ended_with_the_rest(make_gym, monkeypatch) -> None:
+    attempts: list[Trace] = []
+    await_head, end = starting.Deployment.await_head, starting.Deployment.end
+
+    def taken_once(self, *arguments) -> None:
+        await_head(self, *arguments)
+        if not attempts:
+            attempts.append(Trace(self.run_id))
+            raise deployment.PortTaken("another program has it")
+
+    def end_nothing_in_time(self, seconds):
+        return [] if seconds == 1.0 else end(self, seconds)
+
+    monkeypatch.setattr(starting.Deployment, "await_head", taken_once)
+    monkeypatch.setattr(starting.Deployment, "end", end_nothing_in_time)
+    gym = make_gym().start()
+    assert attempts[0].run_id != gym.run_id
+    assert attempts[0].left()
+    gym.shutdown()
+    assert attempts[0].left() == []
+
+
 def test_another_gym_at_our_port_is_never_mistaken_for_ours(
     make_gym, interpreter, tmp_path, monkeypatch
 ) -> None:
@@ -262,6 +310,28 @@ def test_a_shutdown_before_anything_is_launched_waits_for_the_start_to_give_up(m
     assert not starter.is_alive()
     assert len(errors) == 1
     assert Trace(gym.run_id).left() == []
+
+
+@pytest.mark.parametrize(("step", "prepared"), [("gym_settings", False), ("prepare", True)])
+def test_after_a_shutdown_nothing_is_prepared_or_launched(
+    make_gym, monkeypatch, tmp_path, step, prepared
+) -> None:
+    gym = make_gym()
+    owner = starting.Deployment if step == "prepare" else starting
+    real = getattr(owner, step)
+
+    def and_shut_down(*arguments):
+        gym.ask_shutdown()
+        return real(*arguments)
+
+    def launched(self) -> None:
+        pytest.fail("it was launched")
+
+    monkeypatch.setattr(owner, step, and_shut_down)
+    monkeypatch.setattr(starting.Deployment, "launch", launched)
+    with pytest.raises(GymStartError, match="shut down while it started"):
+        gym.start()
+    assert len(list(tmp_path.glob("gym-*"))) == prepared
 
 
 def test_what_cannot_start_says_so(tmp_path, interpreter) -> None:
