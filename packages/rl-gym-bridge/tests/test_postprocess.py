@@ -211,6 +211,26 @@ def test_an_end_that_nobody_knows_is_refused(details: Any) -> None:
         trajectory(result)
 
 
+@pytest.mark.parametrize("status", ["incomplete", "in_progress", "queued", ""])
+def test_an_answer_that_did_not_complete_and_does_not_say_why_is_no_natural_end(status: str) -> None:
+    for response, last in ((status, "completed"), ("completed", status), (None, status)):
+        result = answer(*called([1], [2]), *said([1, 2, 3], [4], status=last))
+        result["response"]["status"] = response
+        with pytest.raises(GymAnswerError, match=rf"status.* is '{status}'.*does not say why"):
+            trajectory(result)
+        result["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
+        assert trajectory(result).stop_reason is StopReason.LENGTH
+    unfinished_call = answer(*called([1], [2], status=status))
+    with pytest.raises(GymAnswerError, match="last item"):
+        trajectory(unfinished_call)
+
+
+def test_what_completed_is_a_natural_end() -> None:
+    result = answer(*said([1], [2], status="completed"))
+    result["response"]["status"] = "completed"
+    assert trajectory(result).stop_reason is StopReason.STOP
+
+
 # --- tokens
 
 
@@ -590,5 +610,5 @@ def test_a_response_that_failed_is_no_sample(status: str) -> None:
     result["response"]["status"] = status
     with pytest.raises(GymInvalidSample, match=status):
         trajectory(result)
-    result["response"]["status"] = "incomplete"
+    result["response"]["status"] = "completed"
     trajectory(result)

@@ -127,6 +127,7 @@ def _ending(response: Mapping[str, Any]) -> _Ending:
     notes = response.get("metadata")
     note = notes.get("ng_termination_reason") if isinstance(notes, Mapping) else None
     if details is None:
+        _check_completed(response)
         return _Ending("", str(note or ""))
     reason = details.get("reason") if isinstance(details, Mapping) else None
     if not isinstance(reason, str) or reason not in _INCOMPLETE_REASONS:
@@ -135,6 +136,22 @@ def _ending(response: Mapping[str, Any]) -> _Ending:
             f"{', '.join(_INCOMPLETE_REASONS)}"
         )
     return _Ending(reason, f"incomplete because of {reason}")
+
+
+def _check_completed(response: Mapping[str, Any]) -> None:
+    """See that no status contradicts an end for which no reason is given; it would pass for a natural one."""
+    output = response.get("output")
+    items = [item for item in output if isinstance(item, Mapping)] if isinstance(output, list) else []
+    said = [item for item in items if item.get("type") == "function_call" or item.get("role") == "assistant"]
+    for name, status in (
+        ("response.status", response.get("status")),
+        ("the status of the model's last item", said[-1].get("status") if said else None),
+    ):
+        if status not in (None, "completed"):
+            raise GymAnswerError(
+                f"{name} is {status!r}, and response.incomplete_details does not say why",
+                remedy="the agent must wait until the response has ended, and say why it was cut off",
+            )
 
 
 def _stop_reason(
