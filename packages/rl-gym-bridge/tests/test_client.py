@@ -244,6 +244,7 @@ def use_client(
     return main()
 
 
+@pytest.mark.faults
 @both
 def test_k1_a_dead_port_is_given_up_in_time_and_named_in_the_log_at_once(
     make: Any, caplog: pytest.LogCaptureFixture
@@ -271,6 +272,7 @@ def test_the_log_gets_one_line_per_address_and_interval(caplog: pytest.LogCaptur
     assert "more at http://gym:1/run since the last line" in lines[1]
 
 
+@pytest.mark.faults
 @both
 def test_k2_an_endless_429_gets_exactly_the_budgeted_calls_and_its_text_is_kept(
     make: Any, loopback: Any, answer: Any
@@ -287,6 +289,7 @@ def test_k2_an_endless_429_gets_exactly_the_budgeted_calls_and_its_text_is_kept(
     asyncio.run(main())
 
 
+@pytest.mark.faults
 @both
 def test_k5_one_500_is_one_failure_among_ten(make: Any, loopback: Any, answer: Any) -> None:
     async def respond(request: Any, writer: Any) -> None:
@@ -310,6 +313,7 @@ def test_k5_one_500_is_one_failure_among_ten(make: Any, loopback: Any, answer: A
     asyncio.run(main())
 
 
+@pytest.mark.faults
 @both
 def test_a_storm_of_500s_gets_exactly_the_budgeted_calls(make: Any, loopback: Any, answer: Any) -> None:
     async def respond(request: Any, writer: Any) -> None:
@@ -329,6 +333,7 @@ def test_a_storm_of_500s_gets_exactly_the_budgeted_calls(make: Any, loopback: An
     asyncio.run(main())
 
 
+@pytest.mark.faults
 @both
 def test_a_thousand_delivered_then_reset_are_executed_once_each(make: Any, loopback: Any) -> None:
     async def respond(request: Any, writer: Any) -> None:
@@ -381,6 +386,7 @@ def test_two_thousand_rollouts_never_exceed_the_concurrency_at_the_server(
     asyncio.run(main())
 
 
+@pytest.mark.faults
 @both
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
 def test_leaving_in_the_middle_cancels_what_runs_and_leaves_no_socket_and_no_task(

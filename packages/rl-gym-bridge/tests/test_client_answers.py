@@ -108,6 +108,7 @@ def mutant(rng: random.Random, whole: bytes) -> bytes:
     return whole.replace(rng.choice(tokens), rng.choice(swaps), rng.randrange(1, 3))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("seed", range(5))
 def test_every_mutant_is_a_typed_error_or_exactly_what_strict_json_says(seed: int) -> None:
     rng = random.Random(seed)

@@ -22,6 +22,8 @@ from rl_gym_bridge.failures import GymAnswerError
 from rl_gym_bridge.postprocess import postprocess_nemo_gym_result
 from rl_gym_bridge.trajectory import StopReason, Trajectory
 
+pytestmark = pytest.mark.faults
+
 Answer = dict[str, Any]
 Rng = random.Random
 

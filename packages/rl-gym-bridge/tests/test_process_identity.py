@@ -72,6 +72,7 @@ def test_a_name_with_brackets_and_spaces_is_read(tmp_path: Path) -> None:
         child.wait()
 
 
+@pytest.mark.faults
 def test_a_run_includes_those_that_lost_the_mark_and_their_parent() -> None:
     run_id = secrets.token_hex(8)
     # Another environment, another parent, the same session.
@@ -136,6 +137,7 @@ def _guarded(tmp_path: Path, *command: str, remove: tuple[Path, ...] = ()) -> Gu
     )
 
 
+@pytest.mark.faults
 def test_a_guarded_command_reports_its_exit_and_its_files_go(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir()

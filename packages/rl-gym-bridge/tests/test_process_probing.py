@@ -56,6 +56,7 @@ def test_status_and_body(serve: Serve) -> None:
     assert (probes[bad].status, probes[bad].body) == (503, b"later")
 
 
+@pytest.mark.faults
 def test_many_hanging_servers_cost_one_deadline_together(serve: Serve) -> None:
     def hang(connection: socket.socket) -> None:
         time.sleep(2)
@@ -68,6 +69,7 @@ def test_many_hanging_servers_cost_one_deadline_together(serve: Serve) -> None:
     assert len(probes) == 20
 
 
+@pytest.mark.faults
 def test_a_server_that_drips_does_not_stretch_the_deadline(serve: Serve) -> None:
     def drip(connection: socket.socket) -> None:
         connection.recv(4096)

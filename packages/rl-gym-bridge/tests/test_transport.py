@@ -159,6 +159,7 @@ def test_what_never_reached_a_server_says_so(make: Any) -> None:
     using(make, use)
 
 
+@pytest.mark.faults
 @both
 def test_a_connection_that_does_not_come_about_is_given_up_before_the_deadline(make: Any) -> None:
     with socket.socket() as full:
@@ -210,6 +211,7 @@ BROKEN: dict[str, bytes] = {
 }
 
 
+@pytest.mark.faults
 @both
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
@@ -232,6 +234,7 @@ def test_what_may_have_been_delivered_says_so(make: Any, loopback: Any, sent: by
     using(make, use)
 
 
+@pytest.mark.faults
 @both
 def test_a_slow_drip_ends_at_the_deadline(make: Any, loopback: Any) -> None:
     async def respond(request: Any, writer: Any) -> None:
@@ -276,6 +279,7 @@ def closing_server() -> Iterator[tuple[str, int]]:
             server.kill()
 
 
+@pytest.mark.faults
 @both
 def test_a_stopped_server_is_a_timeout_at_the_deadline(make: Any) -> None:
     with closing_server() as (url, pid):
@@ -334,6 +338,7 @@ def test_a_compressed_answer_is_refused_unopened(make: Any, loopback: Any, answe
     using(make, use)
 
 
+@pytest.mark.faults
 @both
 def test_a_post_is_never_sent_twice_when_a_kept_connection_breaks(
     make: Any, loopback: Any, answer: Any
@@ -404,6 +409,7 @@ def test_connections_are_given_up_before_usual_servers_do() -> None:
     assert KEEPALIVE_S <= 2.5, "uvicorn closes unused connections after 5 s"
 
 
+@pytest.mark.faults
 @both
 def test_many_at_a_time_and_cancelled_ones_leave_no_socket(make: Any, loopback: Any, answer: Any) -> None:
     async def respond(request: Any, writer: Any) -> None:
