@@ -251,9 +251,36 @@ def test_b5_opted_in_the_turns_that_hold_are_kept_and_the_others_counted() -> No
     )
     made = trajectory(broken, on_discontinuity="keep_prefix")
     assert [(turn.prompt_token_ids, turn.generation_token_ids) for turn in made.turns] == [((1, 2), (3, 4))]
-    assert (made.metrics["turns"], made.metrics["turns_dropped"], made.reward) == (1.0, 2.0, 0.25)
+    assert (made.metrics["turns"], made.metrics["turns_dropped"]) == (1.0, 2.0)
     whole = trajectory(answer(*said([1], [2])), on_discontinuity="keep_prefix")
     assert "turns_dropped" not in whole.metrics
+    assert (whole.reward, whole.stop_reason) == (1.0, StopReason.STOP)
+
+
+def test_b5_nothing_of_the_dropped_end_is_said_of_the_turns_that_are_kept() -> None:
+    """B5: the end's text, calls, natural stop, reward, parts and numbers belong to other turns."""
+    user = {"type": "message", "role": "user", "content": "go on"}
+    broken = answer(
+        *called([1], [2], outputs=2),
+        *said([1, 2, 3], [4], text="kept"),
+        user,
+        *called([1, 9], [6]),
+        *said([1, 9, 6, 7], [8], text="<tool_call> dropped"),
+        reward=0.75,
+        reward_components={"form": 0.25, "answer": 0.5},
+        score=0.5,
+        truncated=False,
+    )
+    made = trajectory(broken, on_discontinuity="keep_prefix")
+    assert (made.text, made.reward, made.reward_components) == ("kept", None, {})
+    assert made.stop_reason is StopReason.ABORTED
+    assert made.metrics == {"turns": 2.0, "tool_calls": 2.0, "truncated": 1.0, "turns_dropped": 2.0}
+    assert not any(turn.invalid_tool_call for turn in made.turns)
+    limited = trajectory(
+        answer(*said([1], [2]), user, *called([7], [8]), incomplete="max_output_tokens"),
+        on_discontinuity="keep_prefix",
+    )
+    assert limited.stop_reason is StopReason.ABORTED
 
 
 def test_a_prompt_that_ends_before_the_rollout_does_is_no_extension() -> None:

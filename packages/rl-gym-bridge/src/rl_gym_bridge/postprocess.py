@@ -48,9 +48,9 @@ def postprocess_nemo_gym_result(
 ) -> Trajectory:
     """The trajectory that an answer of Gym tells of. The answer is not changed.
 
-    Metrics of the trajectory are ``turns``, ``tool_calls`` and ``truncated`` (one flag per rollout), with
-    ``keep_prefix`` also ``turns_dropped``, and every number and boolean that the verifier put at the top of
-    the answer; one whose name is taken appears as ``verifier/<name>``, also where a later step takes it.
+    Metrics of the trajectory are ``turns``, ``tool_calls`` and ``truncated`` (one flag per rollout) and every
+    number and boolean that the verifier put at the top of the answer; one whose name is taken, also by a
+    later step, appears as ``verifier/<name>``.
 
     Args:
         result: the parsed JSON object.
@@ -58,7 +58,8 @@ def postprocess_nemo_gym_result(
         rollout_id: goes into the trajectory.
         agent: goes into the trajectory.
         on_discontinuity: what to do when a prompt does not extend the tokens before it: ``fail``, or keep the
-            turns before it (``keep_prefix``).
+            turns before it (``keep_prefix``). Those end ``ABORTED``, with the metric ``turns_dropped``;
+            reward and verifier metrics judge the end that was dropped, so they have none.
         invalid_tool_call_patterns: text that shows a tool call which was not made.
         thinking_tags: opening and closing tag of the policy's thinking.
         require_routed_experts: whether every call must record the experts that the router chose; only then
@@ -79,8 +80,8 @@ def postprocess_nemo_gym_result(
     check_sample_is_valid(result, response)
     ending = _ending(response)
     sequence = read_calls(response.get("output"), cut_off_by=ending.reason, cause=ending.words)
-    texts = [read_text(call.items) for call in sequence.calls]
     kept = _continuous(sequence.calls, keep_prefix=on_discontinuity == "keep_prefix")
+    texts = [read_text(call.items) for call, _ in kept]
     turns = tuple(
         Turn(
             new,
@@ -89,21 +90,24 @@ def postprocess_nemo_gym_result(
             invalid_tool_call=text.has_invalid_tool_call(invalid_tool_call_patterns),
             malformed_thinking=text.has_malformed_thinking(thinking_tags),
         )
-        for (call, new), text in zip(kept, texts, strict=False)
+        for (call, new), text in zip(kept, texts, strict=True)
     )
     calls = [call for call, _ in kept]
     experts = _experts(calls, routed_experts_dtype) if require_routed_experts else None
     reward, components = read_reward(result, max_abs_reward=max_abs_reward)
+    verifier = verifier_metrics(result, ignore=ignore_metrics)
     stop_reason = _stop_reason(result, sequence, ending, ignore=ignore_metrics)
+    dropped = len(sequence.calls) - len(kept)
+    if dropped:
+        reward, components, verifier, stop_reason = None, {}, {}, StopReason.ABORTED
     own = {
         "turns": float(len(turns)),
         "tool_calls": float(sum(text.tool_calls for text in texts)),
         "truncated": float(stop_reason.truncated),
     }
-    if len(turns) < len(sequence.calls):
-        own["turns_dropped"] = float(len(sequence.calls) - len(turns))
+    if dropped:
+        own["turns_dropped"] = float(dropped)
     taken = {*own, RAW_REWARD}
-    verifier = verifier_metrics(result, ignore=ignore_metrics)
     return Trajectory(
         turns=turns,
         reward=reward,
