@@ -12,6 +12,7 @@ import pytest
 from rl_gym_bridge.config import EffortLevel
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.errors import DatasetError
+from rl_gym_bridge.failures import GymConfigError
 from rl_gym_bridge.request_body import GenerationOverrides, request_body
 from rl_gym_bridge.requests import RolloutRequest
 from rl_gym_bridge.rows import NemoGymDataset, collate_rollout_requests, nemo_gym_data_processor
@@ -155,7 +156,58 @@ LEVEL = EffortLevel(
 def test_a_level_bounds_the_runs_tokens_but_does_not_raise_them() -> None:
     assert params(row(), GenerationOverrides(max_new_tokens=512), effort=LEVEL)["max_output_tokens"] == 64
     assert params(row(), GenerationOverrides(max_new_tokens=32), effort=LEVEL)["max_output_tokens"] == 32
-    assert params(row(), effort=LEVEL)["max_output_tokens"] == 64
+    assert params(row(), effort=LEVEL)["max_output_tokens"] == 7
+    without = row(responses_create_params={"input": "q"})
+    assert params(without, effort=LEVEL)["max_output_tokens"] == 64
+
+
+def test_a_level_that_contradicts_the_run_is_the_settings_fault_and_no_rows() -> None:
+    run = {"chat_template_kwargs": {"budget": "high", "other": 1}}
+    asked = {"group_size": 1, "step": 0, "seed": 0, "effort_levels": [LEVEL]}
+    with pytest.raises(
+        GymConfigError, match=r"'low', chat_template_kwargs\.budget.*'low', the run to 'high'"
+    ):
+        nemo_gym_data_processor(row(), generation=GenerationOverrides(**run), **asked)
+    run["chat_template_kwargs"]["budget"] = "low"
+    nemo_gym_data_processor(row(), generation=GenerationOverrides(**run), **asked)
+
+
+DROPPING = {"clear_thinking": True}
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"chat_template_kwargs": DROPPING},
+        {"extra_body": {"chat_template_kwargs": DROPPING}},
+        {"extra_body": {"chat_template_kwargs": json.dumps(DROPPING)}},
+        {"chat_template_kwargs": {"keep_thinking": False}},
+    ],
+)
+def test_b7_a_run_that_drops_old_thinking_is_refused(extras: dict[str, Any]) -> None:
+    """B7: the flag is true, training must see the thinking."""
+    with pytest.raises(GymConfigError, match="removes the thinking of earlier turns"):
+        GenerationOverrides(**extras)
+    GenerationOverrides(chat_template_kwargs={"clear_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"chat_template_kwargs": json.dumps(DROPPING)}},
+        {"metadata": {"extra_body": json.dumps({"chat_template_kwargs": DROPPING})}},
+        {"chat_template_kwargs": DROPPING},
+        {"extra_body": {"chat_template_kwargs": DROPPING}},
+    ],
+)
+def test_b7_a_row_that_drops_old_thinking_is_refused_before_anything_is_sent(fields: dict[str, Any]) -> None:
+    """B7: the flag may come in a row, too."""
+    of = row(responses_create_params={"input": "q", **fields})
+    for refused in (lambda: body(of), lambda: NemoGymDataset([of])):
+        with pytest.raises(DatasetError, match=r"responses_create_params\..*clear_thinking: row .*removes"):
+            refused()
+    kept = json.dumps({"clear_thinking": False})
+    body(row(responses_create_params={"input": "q", "metadata": {"chat_template_kwargs": kept}}))
 
 
 def test_a_levels_template_arguments_are_merged() -> None:

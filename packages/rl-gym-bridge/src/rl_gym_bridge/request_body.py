@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,13 @@ from .chat_items import to_response_items
 from .config import EffortLevel
 from .dataset import GymRow
 from .errors import DatasetError
+from .failures import GymConfigError
+from .history_flags import refuse_dropped_thinking
 from .strict_json import JsonFault, loads_strict
 
 _PARAMS = "responses_create_params"
+#: Where a row may set the engine's parameters and the chat template's.
+_HOLD_EXTRAS = ("metadata", "extra_body", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class GenerationOverrides:
 
     Raises:
         ValueError: a value out of its range.
+        GymConfigError: an extra that takes earlier thinking out of the prompt.
     """
 
     temperature: float | None = None
@@ -46,6 +51,40 @@ class GenerationOverrides:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        refuse_dropped_thinking(self.extra_body, "extra_body")
+        refuse_dropped_thinking(self.chat_template_kwargs, "chat_template_kwargs")
+
+
+def check_levels_fit_the_run(generation: GenerationOverrides, effort_levels: Sequence[EffortLevel]) -> None:
+    """See that no effort level contradicts the run, which no row could mend.
+
+    Raises:
+        GymConfigError: a level sets an argument of the chat template to another value than the run does.
+    """
+    for level in effort_levels:
+        for name, value in level.chat_template_kwargs.items():
+            of_run = generation.chat_template_kwargs.get(name, value)
+            if of_run != value:
+                raise GymConfigError(
+                    f"the level sets it to {value!r}, the run to {of_run!r}",
+                    component=f"effort level {level.name!r}, chat_template_kwargs.{name}",
+                    remedy="take it out of the level or of the run's settings",
+                )
+
+
+def check_history_is_kept(row: GymRow) -> None:
+    """Refuse a row whose extras take earlier thinking out of the prompt.
+
+    Raises:
+        DatasetError: naming the field.
+    """
+    extras = {name: row.responses_create_params.get(name) for name in _HOLD_EXTRAS}
+    try:
+        refuse_dropped_thinking(extras, _PARAMS)
+    except GymConfigError as error:
+        raise DatasetError(
+            f"row {row.row_id!r}: {error.problem}", field=error.component, remedy=error.remedy
+        ) from error
 
 
 def request_body(
@@ -60,25 +99,30 @@ def request_body(
         seed: for the engine; ``None`` sends none.
 
     Raises:
-        DatasetError: the row and the run set one extra to different values, or the row's extras are no JSON.
+        DatasetError: the row and the run set one extra to different values, the row's extras are no JSON, or
+            they drop earlier thinking.
     """
+    check_history_is_kept(row)
     params = dict(row.responses_create_params)
     params["input"] = to_response_items(params["input"], row_id=row.row_id)
     if generation.temperature is not None:
         params["temperature"] = generation.temperature
     if generation.top_p is not None:
         params["top_p"] = generation.top_p
-    limits = [generation.max_new_tokens, effort.max_output_tokens if effort else None]
-    limit = min((value for value in limits if value is not None), default=None)
-    if limit is not None:
-        params["max_output_tokens"] = limit
+    if generation.max_new_tokens is not None:
+        params["max_output_tokens"] = generation.max_new_tokens
+    if effort is not None and effort.max_output_tokens is not None:
+        # A level asks for less; it never gives more room than there would be without it.
+        given = params.get("max_output_tokens")
+        bound = effort.max_output_tokens
+        params["max_output_tokens"] = min(given, bound) if isinstance(given, (int, float)) else bound
     if effort is not None and effort.instruction:
         _instruct(params, effort.instruction)
     seeds = {} if seed is None else {"seed": seed}
     _merge_extras(params, "extra_body", {**generation.extra_body, **seeds}, row.row_id)
-    _merge_extras(params, "chat_template_kwargs", generation.chat_template_kwargs, row.row_id)
-    if effort is not None:
-        _merge_extras(params, "chat_template_kwargs", effort.chat_template_kwargs, row.row_id)
+    of_level = effort.chat_template_kwargs if effort else {}
+    template = {**generation.chat_template_kwargs, **of_level}
+    _merge_extras(params, "chat_template_kwargs", template, row.row_id)
     return {**row.to_mapping(), _PARAMS: params}
 
 

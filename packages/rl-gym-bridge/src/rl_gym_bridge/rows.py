@@ -13,7 +13,12 @@ from .effort import choose_effort
 from .errors import DatasetError
 from .identity import group_name, rollout_name, sampling_seed
 from .media import check_media
-from .request_body import GenerationOverrides, request_body
+from .request_body import (
+    GenerationOverrides,
+    check_history_is_kept,
+    check_levels_fit_the_run,
+    request_body,
+)
 from .requests import RolloutRequest
 
 
@@ -24,7 +29,8 @@ class NemoGymDataset(Sequence[GymRow]):
     caller's to keep; a position or an id is all it needs.
 
     Raises:
-        DatasetError: two rows have one id, or a row points to a file or to a host that is not allowed.
+        DatasetError: two rows have one id, or a row points to a file or to a host that is not allowed, or
+            sets an extra that takes earlier thinking out of the prompt.
     """
 
     def __init__(self, rows: Iterable[GymRow], *, allowed_media_hosts: Collection[str] = ()) -> None:
@@ -39,6 +45,7 @@ class NemoGymDataset(Sequence[GymRow]):
                 )
             self._positions[row.row_id] = position
             check_media(row.responses_create_params, allowed_hosts=allowed_media_hosts, row_id=row.row_id)
+            check_history_is_kept(row)
 
     @classmethod
     def from_jsonl(
@@ -107,10 +114,12 @@ def nemo_gym_data_processor(
 
     Raises:
         DatasetError: the row cannot be sent.
+        GymConfigError: an effort level contradicts ``generation``.
         ValueError: ``group_size`` below 1.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be at least 1")
+    check_levels_fit_the_run(generation, effort_levels)
     check_media(row.responses_create_params, allowed_hosts=allowed_media_hosts, row_id=row.row_id)
     effort = choose_effort(row, effort_levels, seed=seed, step=step, occurrence=occurrence)
     group = group_name(group_prefix, step, position)
