@@ -59,7 +59,7 @@ def test_it_holds_the_pinned_versions_and_is_built_once(mini: Any, pins: Path) -
 
 
 def test_what_finishes_it_is_part_of_the_build(mini: Any, pins: Path) -> None:
-    def fails(_: PinnedEnvironment) -> None:
+    def fails(_: PinnedEnvironment, lock: int) -> None:
         raise RuntimeError("no servers")
 
     environment = gym(mini, pins)
@@ -68,7 +68,7 @@ def test_what_finishes_it_is_part_of_the_build(mini: Any, pins: Path) -> None:
     assert not environment.is_complete()
     assert find_pinned("gym", pins, mini.environments) is None
     places: list[str] = []
-    assert build_pinned(environment, finish=lambda made: places.append(made.root)) is True
+    assert build_pinned(environment, finish=lambda made, _: places.append(made.root)) is True
     assert places == [environment.root]
 
 
@@ -93,7 +93,7 @@ def test_a_wrong_hash_is_not_installed(mini: Any, pins: Path) -> None:
 def test_versions_that_change_meanwhile_are_noticed(mini: Any, pins: Path) -> None:
     environment = gym(mini, pins)
     with pytest.raises(BuildError, match="changed meanwhile"):
-        build_pinned(environment, finish=lambda _: pins.write_text(f"{pins.read_text()}# more\n"))
+        build_pinned(environment, finish=lambda *_: pins.write_text(f"{pins.read_text()}# more\n"))
     assert not environment.is_complete()
 
 
@@ -105,6 +105,85 @@ def test_what_somebody_else_made_is_kept(mini: Any, pins: Path) -> None:
     with pytest.raises(BuildError, match="was not built here"):
         build_pinned(environment)
     assert precious.exists()
+
+
+@pytest.mark.parametrize("name", ["building.json.17", "building.json.4194304"])
+def test_a_builder_that_was_killed_over_its_first_mark_is_taken_over(
+    mini: Any, pins: Path, name: str
+) -> None:
+    environment = gym(mini, pins)
+    Path(environment.root).mkdir(parents=True)
+    Path(environment.root, name).write_text("{")
+    assert build_pinned(environment) is True
+    assert not Path(environment.root, name).exists()
+
+
+@pytest.mark.parametrize("name", ["building.json.bak", "mine.json.17", "building.json."])
+def test_a_name_that_only_looks_like_an_unfinished_mark_is_somebody_elses(
+    mini: Any, pins: Path, name: str
+) -> None:
+    environment = gym(mini, pins)
+    Path(environment.root).mkdir(parents=True)
+    for entry in (name, "building.json.17"):
+        Path(environment.root, entry).write_text("{")
+    with pytest.raises(BuildError, match="was not built here"):
+        build_pinned(environment)
+    assert Path(environment.root, name).exists()
+
+
+def test_a_builder_of_actors_environments_killed_over_its_first_mark_is_taken_over(
+    mini: Any, tmp_path: Path
+) -> None:
+    place = tmp_path / "driver"
+    place.mkdir()
+    (place / "building.json.17").write_text("{")
+    done = mini.cli("driver", str(place), "--phase", "dependencies")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert not (place / "building.json.17").exists()
+
+
+def test_what_finishes_it_is_part_of_its_identity(mini: Any, pins: Path, tmp_path: Path) -> None:
+    script = tmp_path / "finish.py"
+    script.write_text("1")
+
+    def wanted() -> PinnedEnvironment:
+        return pinned_environment(
+            "gym", pins, python=sys.executable, directory=mini.environments, also=[script]
+        )
+
+    first = wanted()
+    assert first.root != gym(mini, pins).root
+    build_pinned(first)
+    assert find_pinned("gym", pins, mini.environments, also=[script]) == first.root
+    assert find_pinned("gym", pins, mini.environments) is None
+    script.write_text("2")
+    assert wanted().root != first.root
+    assert find_pinned("gym", pins, mini.environments, also=[script]) is None
+    with pytest.raises(BuildError, match=r"finish\.py changed meanwhile"):
+        build_pinned(wanted(), finish=lambda *_: script.write_text("3"))
+    script.unlink()
+    with pytest.raises(BuildError, match=r"finish\.py, cannot be read"):
+        wanted()
+
+
+def test_a_process_that_finishes_it_can_keep_other_builders_out(mini: Any, pins: Path) -> None:
+    environment = gym(mini, pins)
+    left: list[subprocess.Popen[bytes]] = []
+
+    def stays(_: PinnedEnvironment, lock: int) -> None:
+        left.append(subprocess.Popen(["sleep", "60"], pass_fds=(lock,)))
+        raise RuntimeError("the builder ends")
+
+    with pytest.raises(RuntimeError, match="the builder ends"):
+        build_pinned(environment, finish=stays)
+    other = mini.start("-c", BUILD, str(pins), str(mini.environments))
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.communicate(timeout=2)
+    finally:
+        left[0].kill()
+        left[0].wait()
+    assert other.communicate(timeout=60)[0].startswith("True")
 
 
 def test_a_lost_interpreter_is_made_again(mini: Any, pins: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .identity import environment_name, lock_hash, python_tag
-from .marks import read_mark, write_mark
+from .marks import is_unfinished_mark, read_mark, write_mark
 from .workspace import Project, Workspace
 
 BUILDING = "building.json"
@@ -85,8 +85,12 @@ class Environment(NamedTuple):
     def is_ours(self) -> bool:
         """Whether what lies at the root was built here, finished or not.
 
-        The names of the marks do not prove it: anybody may have an ``environment.json``.
+        The names of the marks do not prove it: anybody may have an ``environment.json``. What holds nothing
+        but a mark that was never finished is a builder's that was killed over its first one.
         """
+        held = os.listdir(self.root) if os.path.isdir(self.root) else []
+        if held and all(is_unfinished_mark(name, MARKERS) for name in held):
+            return True
         for marker in MARKERS:
             try:
                 if self.facts.keys() <= read_mark(self.root, marker).keys():

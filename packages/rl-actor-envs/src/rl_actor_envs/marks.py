@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 def read_mark(root: str, marker: str) -> dict[str, object]:
@@ -20,6 +20,12 @@ def read_mark(root: str, marker: str) -> dict[str, object]:
     if not isinstance(recorded, dict):
         raise ValueError("it holds no record")
     return recorded
+
+
+def is_unfinished_mark(name: str, markers: Collection[str]) -> bool:
+    """Whether a file has the name that a mark has until it is written; a builder that is killed leaves it."""
+    marker, _, writer = name.rpartition(".")
+    return marker in markers and writer.isdecimal()
 
 
 def write_mark(root: str, marker: str, record: Mapping[str, object]) -> None:

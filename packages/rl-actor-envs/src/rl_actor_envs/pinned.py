@@ -7,7 +7,7 @@ build: an environment that lacks it is not finished.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .deadline import Deadline, build_timeout_s
@@ -15,7 +15,7 @@ from .environment import BUILDING, COMPLETE
 from .errors import BuildError
 from .identity import content_hash
 from .locking import BuildLock
-from .marks import read_mark, write_mark
+from .marks import is_unfinished_mark, read_mark, write_mark
 from .uv import Uv, find_uv
 
 _TAG = (
@@ -32,9 +32,10 @@ class PinnedEnvironment(NamedTuple):
         root: absolute path of its root directory; its name tells program, versions and Python apart.
         program: what runs in it, such as ``gym``.
         requirements: absolute path of the file of hashed versions.
-        versions: hash of that file's content.
+        versions: hash of the content of that file and of those in ``also``.
         python: which Python, such as ``cpython-3.12.1``, and where it is installed.
         base: interpreter to make it with.
+        also: absolute paths of further files that decide what is in it.
     """
 
     root: str
@@ -43,6 +44,7 @@ class PinnedEnvironment(NamedTuple):
     versions: str
     python: str
     base: str
+    also: tuple[str, ...] = ()
 
     @property
     def interpreter(self) -> str:
@@ -60,7 +62,12 @@ class PinnedEnvironment(NamedTuple):
 
 
 def pinned_environment(
-    program: str, requirements: str | os.PathLike[str], *, python: str, directory: str | os.PathLike[str]
+    program: str,
+    requirements: str | os.PathLike[str],
+    *,
+    python: str,
+    directory: str | os.PathLike[str],
+    also: Sequence[str | os.PathLike[str]] = (),
 ) -> PinnedEnvironment:
     """The environment of ``program`` below ``directory``.
 
@@ -69,28 +76,35 @@ def pinned_environment(
         requirements: a requirements file in which every package has a version and hashes.
         python: interpreter to make it with.
         directory: where environments are.
+        also: further files that decide what is in it, such as a script that finishes it.
 
     Raises:
-        BuildError: the file cannot be read, or the interpreter does not run.
+        BuildError: a file cannot be read, or the interpreter does not run.
     """
     import hashlib
 
     path = os.path.abspath(requirements)
+    scripts = tuple(os.path.abspath(each) for each in also)
     try:
-        versions = content_hash(path)
+        versions = _versions((path, *scripts))
     except OSError as error:
-        raise BuildError(f"the versions of {program}, {path}, cannot be read ({error.strerror})") from error
+        raise BuildError(
+            f"the versions of {program}, {error.filename or path}, cannot be read ({error.strerror})"
+        ) from error
     tag = _tag(program, python)
     key = hashlib.sha256(f"{versions} {tag}".encode()).hexdigest()[:16]
     root = os.path.join(os.path.abspath(directory), f"{program}-{key}")
-    return PinnedEnvironment(root, program, path, versions, tag, python)
+    return PinnedEnvironment(root, program, path, versions, tag, python, scripts)
 
 
 def find_pinned(
-    program: str, requirements: str | os.PathLike[str], directory: str | os.PathLike[str]
+    program: str,
+    requirements: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    also: Sequence[str | os.PathLike[str]] = (),
 ) -> str | None:
-    """Root of a finished environment of ``program`` with the versions of ``requirements``, for any Python."""
-    versions = content_hash(requirements)
+    """Root of a finished environment of ``program`` from ``requirements`` and ``also``, for any Python."""
+    versions = _versions((requirements, *also))
     parent = os.path.abspath(directory)
     names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
     for name in names:
@@ -102,7 +116,7 @@ def find_pinned(
 
 
 def build_pinned(
-    environment: PinnedEnvironment, *, finish: Callable[[PinnedEnvironment], object] | None = None
+    environment: PinnedEnvironment, *, finish: Callable[[PinnedEnvironment, int], object] | None = None
 ) -> bool:
     """Make sure that an environment is built; returns whether this process did it.
 
@@ -111,6 +125,8 @@ def build_pinned(
     Args:
         environment: to build.
         finish: does what the program needs besides its packages, before the environment counts as built.
+            Its second argument is the descriptor of the lock: a process that inherits it (``pass_fds``) keeps
+            other builders out as long as it runs, also when this one is killed.
 
     Raises:
         UvMissingError: there is no uv.
@@ -129,9 +145,10 @@ def build_pinned(
             uv = Uv(executable, Deadline(build_timeout_s()), lock.fd)
             _install(environment, uv)
             if finish is not None:
-                finish(environment)
-            if content_hash(environment.requirements) != environment.versions:
-                raise BuildError(f"{environment.requirements} changed meanwhile; build again")
+                finish(environment, lock.fd)
+            sources = (environment.requirements, *environment.also)
+            if _versions(sources) != environment.versions:
+                raise BuildError(f"{' or '.join(sources)} changed meanwhile; build again")
             write_mark(environment.root, COMPLETE, environment.facts)
             os.unlink(os.path.join(environment.root, BUILDING))
     except OSError as error:
@@ -169,7 +186,10 @@ def _clear(environment: PinnedEnvironment) -> None:
 
     root = environment.root
     held = os.listdir(root) if os.path.lexists(root) else []
-    ours = any(_says(root, marker, environment.facts) for marker in (BUILDING, COMPLETE))
+    # A builder that is killed over its first mark leaves nothing else.
+    ours = any(_says(root, marker, environment.facts) for marker in (BUILDING, COMPLETE)) or all(
+        is_unfinished_mark(name, (BUILDING,)) for name in held
+    )
     if held and not ours:
         raise BuildError(f"{root} exists and was not built here, so it is not replaced; move it away")
     os.makedirs(root, exist_ok=True)
@@ -181,6 +201,14 @@ def _clear(environment: PinnedEnvironment) -> None:
             shutil.rmtree(path)
         elif name != BUILDING:
             os.unlink(path)
+
+
+def _versions(paths: Sequence[str | os.PathLike[str]]) -> str:
+    """One hash for the content of files; that of the first alone is the file's own."""
+    import hashlib
+
+    first, *rest = (content_hash(path) for path in paths)
+    return hashlib.sha256(" ".join((first, *rest)).encode()).hexdigest() if rest else first
 
 
 def _says(root: str, marker: str, facts: dict[str, object]) -> bool:
