@@ -22,9 +22,16 @@ _SECRET_WORDS = frozenset(
         "credentials",
         "authorization",
     }
-    | {"dsn", "apikey", "apikeys", "bearer", "cookie"}
+    | {"dsn", "apikey", "apikeys", "bearer", "cookie", "cookies"}
 )
 _KEY_OWNERS = frozenset({"api", "access", "secret", "private", "auth", "encryption", "signing", "account"})
+# A `something_key` is a secret, unless it is a key of a mapping or a table.
+_KEY_KINDS = (
+    frozenset({"primary", "foreign", "sort", "group", "partition", "cache", "dict", "json", "public"})
+    | {"input", "output", "prompt", "question", "answer", "label", "reward", "message", "row", "column"}
+    | {"missing", "unexpected", "extra", "required", "unknown", "duplicate", "expected", "valid", "invalid"}
+    | {"data", "batch", "index", "config", "state", "metric", "task", "field", "image", "name", "all"}
+)
 _TOKEN_KINDS = frozenset(
     {
         "bos",
@@ -57,6 +64,8 @@ _TOKEN_KINDS = frozenset(
         "each",
     }
 )
+# Several tokens are those of a model, but for these.
+_TOKENS_OWNERS = frozenset({"access", "refresh", "auth", "api", "bearer", "session", "secret", "hf", "bot"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SHORTEST_LITERAL = 6
 
@@ -65,18 +74,29 @@ _NAME = re.compile(r"""(?P<name>[A-Za-z_][\w.\-]*)["']?\s*[:=]\s*""")
 _VALUE = re.compile(
     r"""(?P<quote>["'])(?:(?!(?P=quote))[^\\]|\\.)*(?P=quote)?|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\])"']+"""
 )
+# All cookies of a line.
+_COOKIES = re.compile(r"""[^\s,;&}\])"']+(?:;\s*[^\s,;="']+=[^\s,;}\])"']*)*""")
 _SCHEME = re.compile(r"\b(?P<scheme>Bearer|Basic)\s+(?P<value>[A-Za-z0-9._~+/=\-]{4,})")
-_USER_INFO = re.compile(r"(?P<before>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]*(?=@)", re.IGNORECASE)
+_USER_INFO = re.compile(
+    r"""(?P<before>\b[a-z][a-z0-9+.\-]*://)(?:[^\s/@:]*:[^\s/@]*|[^\s/@:?#,"']+)(?=@)""", re.IGNORECASE
+)
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a value under this name must not be shown: ``db_password``, ``HF_TOKEN``, ``apiKey``, …"""
     words = [word.lower() for word in _WORD.findall(name)]
+    while words and words[-1].isdigit():
+        words.pop()
     if _SECRET_WORDS.intersection(words):
         return True
     if any(first in _KEY_OWNERS and second in ("key", "keys") for first, second in pairwise(words)):
         return True
-    return words[-1:] == ["token"] and (len(words) == 1 or words[-2] not in _TOKEN_KINDS)
+    kind, last = ["", "", *words][-2:]
+    return (
+        (last == "token" and kind not in _TOKEN_KINDS)
+        or (last == "tokens" and kind in _TOKENS_OWNERS)
+        or (last in ("key", "keys") and kind not in _KEY_KINDS | {""})
+    )
 
 
 def redacted(value: Any) -> Any:
@@ -116,9 +136,12 @@ def _without_assigned(text: str) -> str:
     done = position = 0
     while name := _NAME.search(text, position):
         position = name.end()
-        value = _VALUE.match(text, position) if is_secret_name(name["name"]) else None
+        value = None
+        if is_secret_name(name["name"]):
+            cookies = _COOKIES.match(text, position) if "cookie" in name["name"].lower() else None
+            value = cookies or _VALUE.match(text, position)
         if value is not None:
-            quote = value["quote"] or ""
+            quote = value.groupdict().get("quote") or ""
             parts += [text[done:position], quote, MASK, quote]
             done = position = value.end()
     return "".join([*parts, text[done:]])
