@@ -14,9 +14,9 @@ import pytest
 from rl_gym_bridge.config import DeferredBaseUrls, NemoGymConfig
 from rl_gym_bridge.failures import GymConfigError
 from rl_gym_bridge.interpreter import GymInterpreter
-from rl_gym_bridge.supervision.environment import gym_environment
 from rl_gym_bridge.supervision.ports import Ports, choose_ports, is_free
 from rl_gym_bridge.supervision.settings import gym_settings, is_loopback, write_settings, yaml_safe_json
+from rl_gym_bridge.supervision.variables import gym_environment
 
 PORTS = Ports(12000, 12499, 12345, False)
 INTERPRETER = GymInterpreter(Path("/gym/bin/python"), Path("/gym/bin/gym"), "0.4.0", "3.12.1")

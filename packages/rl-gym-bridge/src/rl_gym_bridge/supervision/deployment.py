@@ -15,7 +15,6 @@ from typing import Any
 from ..failures import GymStartError
 from ..interpreter import GymInterpreter
 from ..redaction import secret_values
-from .environment import gym_environment
 from .launch import GuardedCommand, GuardianFailed
 from .log_excerpt import excerpt, port_was_taken
 from .ports import Ports
@@ -23,6 +22,7 @@ from .probing import get_all
 from .processes import Process
 from .servers import BadList, GymServer, NotOurs, parse_servers
 from .settings import FOLDERS_OF_SERVERS, write_settings
+from .variables import gym_environment
 
 _PROBE_S = 2.0
 _FIRST_PAUSE_S = 0.05
