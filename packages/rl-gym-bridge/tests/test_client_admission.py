@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
+import sys
+import time
 
 import pytest
 
@@ -106,6 +108,22 @@ def test_a_deadline_is_a_timeout_and_a_cancellation_stays_one() -> None:
             await task
         with pytest.raises(KeyError), Deadline(5):
             raise KeyError
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not count cancellations")
+def test_a_cancellation_in_the_moment_of_the_deadline_is_not_lost() -> None:
+    async def main() -> None:
+        async def one() -> None:
+            with Deadline(0.003):
+                await asyncio.sleep(5)
+
+        task = asyncio.ensure_future(one())
+        asyncio.get_running_loop().call_later(0.003, task.cancel)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.02)
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     asyncio.run(main())
 
