@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from .admission import Admission
-from .answers import beginning, parse_answer
+from .answers import parse_answer
+from .attempts import Progress, encoded, http_error, last_error, may_be_repeated
 from .failure_log import FailureLog
-from .failures import GymConfigError, GymError, GymHttpError, GymUnavailable, kind_of
+from .failures import GymConfigError, GymError, GymStopped, GymTimeout, GymUnavailable
 from .requests import RolloutRequest
 from .retry import RetryPolicy, retry_after_s
-from .trajectory import FailureKind
-from .transport.base import HttpAnswer, Transport
+from .transport.base import Transport
 from .transport.descriptors import affordable_connections
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 #: Rollouts that may wait for their next attempt without keeping others from being taken, at most.
 PAUSING = 1024
-#: Characters of an error's body that its message shows, and that the error keeps.
-SHOWN_OF_ERROR, KEPT_OF_ERROR = 500, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,10 @@ class Answer:
 class GymClient:
     """Runs rollouts at the agents of one Gym, on one event loop.
 
-    An attempt is repeated only where no execution can be under way: the server was never reached, or it
-    answered with an INFRA status itself. A connection that broke and a deadline that passed are not repeated,
-    because Gym may still be working on the rollout; whoever dispatches rollouts may do so again under another
-    id.
+    An attempt is repeated only where no execution can be under way: the server was never reached, refused, or
+    said that the execution ended with an error; see :class:`~rl_gym_bridge.retry.RetryPolicy`. A connection
+    that broke and a deadline that passed are not repeated, because Gym may still be working on the rollout;
+    whoever dispatches rollouts may do so again under another id.
 
     Args:
         agents: base URL, ``http://host:port``, of each agent by name.
@@ -60,6 +57,8 @@ class GymClient:
         retry: bounds on the attempts of a rollout.
         max_concurrency: attempts under way at the same time; fewer if this process may open fewer files.
         rollout_timeout_s: bound on one attempt, from its connection to the last byte of its answer.
+        admission_timeout_s: how long a rollout may wait for its first attempt while ``max_concurrency``
+            others are under way. It bounds a queue that does not move, not one that is long.
         clock: seconds that only grow.
         sleep: waits that many seconds; ``None`` is ``asyncio.sleep``.
         rng: of the pauses' random part.
@@ -76,6 +75,7 @@ class GymClient:
         retry: RetryPolicy | None = None,
         max_concurrency: int = 1024,
         rollout_timeout_s: float = 3600.0,
+        admission_timeout_s: float = 86_400.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] | None = None,
         rng: random.Random | None = None,
@@ -85,6 +85,7 @@ class GymClient:
         self._retry = retry or RetryPolicy()
         self._max_concurrency = affordable_connections(max_concurrency)
         self._rollout_timeout_s = rollout_timeout_s
+        self._admission_timeout_s = admission_timeout_s
         self._clock = clock
         self._sleep = sleep
         self._rng = rng or random.Random()
@@ -118,91 +119,141 @@ class GymClient:
 
         Raises:
             GymConfigError: no such agent.
+            GymTimeout: it was not admitted in time, with 0 attempts; or an attempt took too long.
             GymError: the kind of the last failure, with component, address, attempts and elapsed seconds; if
                 there was more than one attempt, its ``__cause__`` is the first failure.
         """
+        return await self._run(agent, body, rollout_id, Progress())
+
+    async def _run(
+        self, agent: str, body: Mapping[str, Any], rollout_id: str | None, progress: Progress
+    ) -> Answer:
         url = self._url_of(agent)
         headers = {"Idempotency-Key": quote(rollout_id or uuid.uuid4().hex, safe="/:@~+=,;")}
         payload: bytes | None = None
-        started: float | None = None
         first: GymError | None = None
-        attempt = 0
+        failure: GymError | None = None
         while True:
             asked_s = 0.0
-            async with self._admission:
-                if started is None:
-                    started = self._clock()
-                attempt += 1
-                try:
-                    if self._closed:
-                        raise GymUnavailable("the client is closed")
-                    payload = payload or _encoded(body)
-                    answer = await self._transport.post(
-                        url, payload, timeout_s=self._rollout_timeout_s, headers=headers
+            if not await self._admitted(progress):
+                raise last_error(failure or self._not_admitted(agent, url), first)
+            try:
+                progress.begin(self._clock())
+                if self._closed:
+                    raise GymUnavailable("the client is closed")
+                payload = payload or encoded(body)
+                answer = await self._transport.post(
+                    url, payload, timeout_s=self._rollout_timeout_s, headers=headers
+                )
+                if 200 <= answer.status < 300:
+                    return Answer(
+                        parse_answer(answer.body), progress.attempts, progress.elapsed_s(self._clock())
                     )
-                    if 200 <= answer.status < 300:
-                        return Answer(parse_answer(answer.body), attempt, self._clock() - started)
-                    asked_s = retry_after_s(answer.retry_after, now=time.time())
-                    raise _http_error(answer)
-                except GymError as error:
-                    failure = error
-            elapsed = self._clock() - started
+                asked_s = retry_after_s(answer.retry_after, now=time.time())
+                raise http_error(answer)
+            except GymError as error:
+                failure = error
+            finally:
+                self._admission.leave()
+            attempt, elapsed = progress.attempts, progress.elapsed_s(self._clock())
             failure = failure.with_details(component=agent, address=url, attempts=attempt, elapsed_s=elapsed)
             pause = self._retry.pause_s(attempt, self._rng, asked_s=asked_s)
             again = (
                 not self._closed
-                and _nothing_runs_after(failure)
+                and may_be_repeated(failure)
                 and attempt < self._retry.infra_attempts
                 and elapsed + pause <= self._retry.elapsed_s
             )
             self._log.tell(url, f"{failure}{f'; next attempt in {pause:.1f} s' if again else '; given up'}")
             if not again:
-                raise _last(failure, first)
+                raise last_error(failure, first)
             first = first or failure
             await self._pause(pause)
 
+    async def _admitted(self, progress: Progress) -> bool:
+        """Wait for a place; whether there was one before the time for another attempt was over."""
+        within_s = self._admission_timeout_s
+        if progress.attempts:
+            within_s = max(0.0, self._retry.elapsed_s - progress.elapsed_s(self._clock()))
+        try:
+            await self._admission.enter(within_s)
+        except TimeoutError:
+            return False
+        if progress.attempts and progress.elapsed_s(self._clock()) > self._retry.elapsed_s:
+            self._admission.leave()
+            return False
+        return True
+
+    def _not_admitted(self, agent: str, url: str) -> GymTimeout:
+        return GymTimeout(
+            f"it was not admitted within {self._admission_timeout_s:g} s: {self._max_concurrency} others are "
+            "under way",
+            component=agent,
+            address=url,
+            attempts=0,
+            elapsed_s=self._admission_timeout_s,
+            remedy="see why they do not end",
+        )
+
     async def stream(
-        self, requests: Iterable[RolloutRequest]
-    ) -> AsyncIterator[tuple[RolloutRequest, Answer | GymError]]:
+        self, requests: Iterable[RolloutRequest], *, stop: asyncio.Event | None = None
+    ) -> AsyncGenerator[tuple[RolloutRequest, Answer | GymError], None]:
         """Run all ``requests`` and hand each over with its answer, or its error, as soon as it has one.
 
         One failure touches no other rollout. At most ``max_concurrency`` requests, and as many or 1,024 more
         for those that pause, are taken and not yet handed over: a slow reader slows the rollouts down. A
         reader that stops early closes the iterator (``contextlib.aclosing``), which cancels what runs and
         waits until its connections are closed.
+
+        Args:
+            requests: what to run; read as needed.
+            stop: when it is set, what runs is cancelled and nothing more begins. All are still handed over:
+                what had its answer with it, the others with a :class:`GymStopped` that says their attempts,
+                0 for those that had not begun, and seconds.
         """
         import asyncio
 
         waiting = iter(requests)
         finished: asyncio.Queue[asyncio.Task[Answer | GymError]] = asyncio.Queue()
         # The finished ones that were not handed over yet included.
-        taken: dict[asyncio.Task[Answer | GymError], RolloutRequest] = {}
+        taken: dict[asyncio.Task[Answer | GymError], tuple[RolloutRequest, Progress]] = {}
 
         def take_next() -> bool:
+            if stop is not None and stop.is_set():
+                return False
             for request in waiting:
-                task = asyncio.ensure_future(self._outcome(request))
+                progress = Progress()
+                task = asyncio.ensure_future(self._outcome(request, progress))
                 task.add_done_callback(finished.put_nowait)
-                taken[task] = request
+                taken[task] = request, progress
                 return True
             return False
 
+        async def cancel_when_stopped(event: asyncio.Event) -> None:
+            await event.wait()
+            for task in taken:
+                task.cancel()
+
+        stopping = [] if stop is None else [asyncio.ensure_future(cancel_when_stopped(stop))]
         try:
             most = self._max_concurrency + min(self._max_concurrency, PAUSING)
             while len(taken) < most and take_next():
                 pass
             while taken:
                 task = await finished.get()
-                request = taken.pop(task)
+                request, progress = taken.pop(task)
                 take_next()
-                yield request, task.result()
+                yield request, self._stopped(request, progress) if task.cancelled() else task.result()
+            for request in waiting:
+                yield request, self._stopped(request, Progress())
         finally:
-            for task in taken:
+            for task in (*taken, *stopping):
                 task.cancel()
-            await asyncio.gather(*taken, return_exceptions=True)
+            await asyncio.gather(*taken, *stopping, return_exceptions=True)
 
-    async def _outcome(self, request: RolloutRequest) -> Answer | GymError:
+    async def _outcome(self, request: RolloutRequest, progress: Progress) -> Answer | GymError:
         try:
-            return await self.run(request.agent, request.body, rollout_id=request.rollout_id)
+            return await self._run(request.agent, request.body, request.rollout_id, progress)
         except GymError as error:
             return error
         except Exception as error:
@@ -210,6 +261,15 @@ class GymClient:
             unforeseen = GymError(f"{type(error).__name__}: {error}", component=request.agent)
             unforeseen.__cause__ = error
             return unforeseen
+
+    def _stopped(self, request: RolloutRequest, progress: Progress) -> GymStopped:
+        return GymStopped(
+            "it was ended before it had an answer",
+            component=request.agent,
+            address=self._urls.get(request.agent, ""),
+            attempts=progress.attempts,
+            elapsed_s=progress.elapsed_s(self._clock()),
+        )
 
     async def _pause(self, seconds: float) -> None:
         import asyncio
@@ -236,37 +296,3 @@ def _run_url(agent: str, url: str) -> str:
             "not an address of HTTP", component=agent, address=url, remedy="it looks like http://host:port"
         )
     return f"{url.rstrip('/')}/run"
-
-
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(dict(body), ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise GymError(f"the request cannot be written as JSON ({error})") from error
-
-
-def _http_error(answer: HttpAnswer) -> GymHttpError:
-    shown = beginning(answer.body, SHOWN_OF_ERROR)
-    redirect = " (a redirect, which is not followed)" if 300 <= answer.status < 400 else ""
-    return GymHttpError(
-        f"answered {answer.status}{redirect}{': ' + shown if shown else ''}",
-        status=answer.status,
-        body=beginning(answer.body, KEPT_OF_ERROR),
-    )
-
-
-def _nothing_runs_after(failure: GymError) -> bool:
-    """Whether Gym can be working on the rollout no more."""
-    if isinstance(failure, GymHttpError):
-        return kind_of(failure) is FailureKind.INFRA
-    return isinstance(failure, GymUnavailable)
-
-
-def _last(failure: GymError, first: GymError | None) -> GymError:
-    """``failure``, with the first one as its cause, and in words where they differ."""
-    if first is None:
-        return failure
-    if first.problem != failure.problem:
-        failure = failure.with_details(f"{failure.problem}; at first: {first.problem}")
-    failure.__cause__ = first
-    return failure

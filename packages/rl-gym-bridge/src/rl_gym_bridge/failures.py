@@ -115,29 +115,45 @@ class GymTimeout(GymError):
     kind = FailureKind.INFRA
 
 
+class GymStopped(GymError):
+    """A rollout that was ended from outside before it had an answer; it may have been executed."""
+
+    kind = FailureKind.INFRA
+
+
 class GymHttpError(GymError):
     """An answer with an error status.
 
     Attributes:
         status: HTTP status.
         body: beginning of the answer's text.
+        inner_status: status of another server, in a body that passes its error on; ``None`` where none is.
     """
 
     INFRA_STATUSES = frozenset({408, 425, 429})
 
-    def __init__(self, problem: str, *, status: int, body: str = "", **details: Any) -> None:
+    def __init__(
+        self, problem: str, *, status: int, body: str = "", inner_status: int | None = None, **details: Any
+    ) -> None:
         self.status = status
         self.body = body
+        self.inner_status = inner_status
         super().__init__(problem, **details)
 
     @property
     def kind(self) -> FailureKind:  # type: ignore[override]
-        """INFRA for 408, 425, 429 and every 5xx; DATA for the rest."""
-        infra = self.status >= 500 or self.status in self.INFRA_STATUSES
+        """INFRA for 408, 425, 429 and every 5xx, DATA for the rest; by the inner status if there is one."""
+        status = self.inner_status or self.status
+        infra = status >= 500 or status in self.INFRA_STATUSES
         return FailureKind.INFRA if infra else FailureKind.DATA
 
     def _details(self) -> dict[str, Any]:
-        return {**super()._details(), "status": self.status, "body": self.body}
+        return {
+            **super()._details(),
+            "status": self.status,
+            "body": self.body,
+            "inner_status": self.inner_status,
+        }
 
 
 class GymAnswerError(GymError):

@@ -5,10 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+#: Statuses after which nothing of the request runs any more, and another attempt may fare better.
+REPEATED_STATUSES = frozenset({425, 429, 500, 502, 503})
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Bounds on the attempts of one rollout.
+
+    Repeated is what a server refused before it began (no connection, 425, 429, 503), and what it began and
+    then said had ended (500, 502): **a repeated 500 executes a rollout anew, beside whatever the first
+    execution did to the world before it ended**. Not repeated is what may still run: 408, 504, a deadline
+    of ours that passed, a connection that broke. Not repeated is what would end the same way: every other
+    status, and a 500 with which Gym passes on that an inner server refused the request itself.
 
     Attributes:
         infra_attempts: attempts in total, the first included, while faults are INFRA.
@@ -16,7 +25,7 @@ class RetryPolicy:
             request is not repeated for a DATA fault.
         base_s: pause before the second attempt; it doubles with each further one.
         cap_s: the longest pause.
-        elapsed_s: no further attempt starts after this many seconds.
+        elapsed_s: no further attempt starts this many seconds after the first one did, whatever it waits for.
     """
 
     infra_attempts: int = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from .attached import AttachedGym
 from .config import DeferredBaseUrls, NemoGymConfig
 from .endings import GRACE_S, end_all
-from .failures import GymError, GymUnavailable
+from .failures import GymError, GymUnavailable, kind_of
 from .model_servers import await_model_servers
 from .outcomes import OutcomeMaker, failed
 from .process import GymProcess
 from .requests import RolloutRequest, RolloutResult
-from .session_health import HealthWatch
-from .shared_clients import SharedClients, until
+from .session_health import HealthWatch, because
+from .shared_clients import SharedClients
+from .trajectory import FailureKind
 from .transport.choice import choose_transport
 
 if TYPE_CHECKING:
@@ -135,13 +136,14 @@ class GymSession:
         await asyncio.to_thread(self._gym.health, timeout_s)
         return SessionHealth(self.head_url, tuple(sorted(self._gym.servers)), tuple(sorted(self.agents)))
 
-    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
+    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
         """See :class:`~rl_gym_bridge.requests.RolloutRunner`.
 
         A rollout that cannot be had is a :class:`~rl_gym_bridge.trajectory.RolloutFailure` that says whose
         fault it is. When a process of Gym is found dead, or the session is shut down, what runs is ended and
-        every rollout left is a failure that says so. Closing the iterator early ends what runs. May run
-        several times at once, on several loops.
+        every rollout that has no answer yet is a failure that says so, with its attempts and seconds. Closing
+        the iterator early (``contextlib.aclosing``) ends what runs. May run several times at once, on several
+        loops.
 
         Raises:
             GymUnavailable: the session was not started, or was shut down before.
@@ -153,19 +155,19 @@ class GymSession:
         self._check_running()
         if self._watch.is_dead() and self._watch.dead is not None:
             raise self._watch.dead
-        left = {id(request): request for request in requests}
         stop = asyncio.Event()
-        async with self._run(stop), self._clients.lease(self.agents) as client:
-            await self._await_models()
-            async with self._watch.watching(stop):
-                async for request, answer in until(stop, client.stream(requests)):
-                    left.pop(id(request), None)
+        async with (
+            self._run(stop),
+            self._clients.lease(self.agents) as client,
+            self._watch.watching(stop),
+        ):
+            await self._await_models(stop)
+            async with contextlib.aclosing(client.stream(requests, stop=stop)) as answers:
+                async for request, answer in answers:
                     if isinstance(answer, GymError):
                         yield failed(request, await self._explained(request, answer))
                     else:
                         yield self._outcomes.result(request, answer)
-            for request in left.values():
-                yield failed(request, self._why_stopped(request))
 
     @contextlib.asynccontextmanager
     async def _run(self, stop: asyncio.Event) -> AsyncGenerator[None, None]:
@@ -183,27 +185,38 @@ class GymSession:
             with self._lock:
                 self._runs.remove(entry)
 
-    async def _await_models(self) -> None:
+    async def _await_models(self, stop: asyncio.Event) -> None:
+        """Wait for model servers with reserved addresses, or until ``stop`` is set."""
         deferred = self._config.base_urls
-        if isinstance(deferred, DeferredBaseUrls) and not self._models_ready:
-            # Several runs may wait at once; each asks for itself, and none waits for another's loop.
-            transport = choose_transport("httpx", max_concurrency=len(deferred.urls))
-            try:
-                await await_model_servers(deferred, transport)
-            finally:
-                await transport.aclose()
-            self._models_ready = True
+        if not isinstance(deferred, DeferredBaseUrls) or self._models_ready:
+            return
+        import asyncio
+
+        # Several runs may wait at once; each asks for itself, and none waits for another's loop.
+        transport = choose_transport("httpx", max_concurrency=len(deferred.urls))
+        loaded = asyncio.ensure_future(await_model_servers(deferred, transport))
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({loaded, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopped.done():
+                loaded.result()
+                self._models_ready = True
+        finally:
+            for task in (loaded, stopped):
+                task.cancel()
+            await asyncio.gather(loaded, stopped, return_exceptions=True)
+            await transport.aclose()
 
     async def _explained(self, request: RolloutRequest, error: GymError) -> GymError:
-        return await self._watch.explained(error) if self._state == "running" else self._ended(request)
-
-    def _why_stopped(self, request: RolloutRequest) -> GymError:
+        """What to say of a failed rollout: its own error, or what has become of Gym or of the session."""
+        if kind_of(error) is not FailureKind.INFRA:
+            return error
         # After a shutdown Gym's processes are gone, too, and nobody has to look for the reason.
-        running = self._state == "running"
-        return self._watch.dead if running and self._watch.dead is not None else self._ended(request)
-
-    def _ended(self, request: RolloutRequest) -> GymError:
-        return GymUnavailable(f"the session was {self._state} meanwhile", component=request.agent)
+        if self._state != "running":
+            return because(
+                GymUnavailable(f"the session was {self._state} meanwhile", component=request.agent), error
+            )
+        return await self._watch.explained(error)
 
     def _check_running(self) -> None:
         if self._state != "running":

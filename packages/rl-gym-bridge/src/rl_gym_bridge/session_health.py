@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
-from .failures import GymConnectionLost, GymError, GymServerDied, GymTimeout, GymUnavailable, kind_of
+from .failures import (
+    GymConnectionLost,
+    GymError,
+    GymServerDied,
+    GymStopped,
+    GymTimeout,
+    GymUnavailable,
+    kind_of,
+)
 from .trajectory import FailureKind
 
 if TYPE_CHECKING:
@@ -46,7 +55,10 @@ class HealthWatch:
         self.dead: GymServerDied | None = None
         self._asked_at = float("-inf")
         self._last: GymServerDied | None = None
-        self._asking: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
+        # Runs come and go on loops of their own, which nothing here may keep.
+        self._asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def is_dead(self) -> bool:
         """Look at Gym's processes."""
@@ -55,6 +67,9 @@ class HealthWatch:
                 self._gym.check()
             except GymServerDied as error:
                 self.dead = error
+            except GymError:
+                # What cannot be seen now need not be dead.
+                pass
         return self.dead is not None
 
     @contextlib.asynccontextmanager
@@ -78,12 +93,12 @@ class HealthWatch:
         """``error``, or if a server's death or silence explains it, an error that names the server."""
         if kind_of(error) is not FailureKind.INFRA:
             return error
-        if self.is_dead():
-            return self._because(self.dead, error)
+        if self.is_dead() and self.dead is not None:
+            return because(self.dead, error)
         if isinstance(error, (GymUnavailable, GymConnectionLost, GymTimeout)):
             silent = await self._silent()
             if silent is not None:
-                return self._because(silent, error)
+                return because(silent, error)
         return error
 
     async def _silent(self) -> GymServerDied | None:
@@ -98,16 +113,19 @@ class HealthWatch:
                     self._last = None
                 except GymServerDied as error:
                     self._last = error
+                except GymError:
+                    self._last = None
                 self._asked_at = time.monotonic()
             return self._last
 
-    @staticmethod
-    def _because(died: GymServerDied | None, error: GymError) -> GymError:
-        assert died is not None
-        explained = died.with_details(
-            f"{died.problem}; the rollout at {error.component or error.address}: {error.problem}",
-            attempts=error.attempts,
-            elapsed_s=error.elapsed_s,
-        )
-        explained.__cause__ = error
-        return explained
+
+def because(reason: GymError, error: GymError) -> GymError:
+    """``reason``, said of the rollout that failed with ``error``, with its attempts and seconds."""
+    said = "" if isinstance(error, GymStopped) else f": {error.problem}"
+    explained = reason.with_details(
+        f"{reason.problem}; the rollout at {error.component or error.address}{said or ' was ended'}",
+        attempts=error.attempts,
+        elapsed_s=error.elapsed_s,
+    )
+    explained.__cause__ = error
+    return explained

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING
 
 from .client import GymClient
 from .config import NemoGymConfig
@@ -13,8 +13,6 @@ from .transport.choice import choose_transport
 
 if TYPE_CHECKING:
     import asyncio
-
-Item = TypeVar("Item")
 
 
 class SharedClients:
@@ -71,35 +69,3 @@ class _Lease:
     def __init__(self, client: GymClient) -> None:
         self.client = client
         self.users = 0
-
-
-async def until(stop: asyncio.Event, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """The items, until there are no more or ``stop`` is set; ``items`` is closed in any case."""
-    import asyncio
-
-    source: Any = items
-    stopped = asyncio.ensure_future(stop.wait())
-    step: asyncio.Future[Any] | None = None
-    try:
-        while not stopped.done():
-            step = asyncio.ensure_future(_next(source))
-            await asyncio.wait({step, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not step.done():
-                return
-            item = step.result()
-            if item is _END:
-                return
-            yield item
-    finally:
-        pending = [task for task in (step, stopped) if task is not None and not task.done()]
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        await source.aclose()
-
-
-_END = object()
-
-
-async def _next(source: Any) -> Any:
-    return await anext(source, _END)
