@@ -177,7 +177,7 @@ def test_recorded_model_failures_are_infra_and_keep_what_had_finished() -> None:
     failure = outcomes[1]
     assert isinstance(failure, RolloutFailure)
     assert failure.kind is FailureKind.INFRA
-    assert "turn 2: ConnectionResetError: engine gone" in failure.error
+    assert "turn 2 of step 0: ConnectionResetError: engine gone" in failure.error
 
 
 def test_an_interrupt_is_not_swallowed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -74,7 +75,13 @@ def test_a_verdict_carries_components_and_metrics_beside_those_of_the_bridge() -
     outcome = run_one(environment(lambda row, response: verdict), ScriptedChatModel(in_turns("x")))
     assert outcome.reward == 0.5
     assert outcome.reward_components == {"right": 1.0, "short": -0.5}
-    assert outcome.metrics == {"turns": 1.0, "tool_calls": 0.0, "tool_errors": 0.0, "thinks": 1.0}
+    assert outcome.metrics == {
+        "turns": 1.0,
+        "tool_calls": 0.0,
+        "tool_errors": 0.0,
+        "truncated": 0.0,
+        "thinks": 1.0,
+    }
 
 
 @pytest.mark.parametrize("value", [None, Verdict(None)])
@@ -93,6 +100,14 @@ def test_no_reward_is_no_reward(value: Any) -> None:
         (Verdict(1.0, metrics={"m": float("nan")}), "'m'"),
         (Verdict(1.0, components={"c": "x"}), "'c'"),  # type: ignore[dict-item]
         (Verdict(1.0, metrics={"turns": 1.0}), "'turns'"),
+        (Verdict(1.0, metrics={"truncated": 1.0}), "'truncated'"),
+        (Verdict(1.0, metrics={"reward/environment": 1.0}), "'reward/environment'"),
+        (True, "True, not a number"),
+        (Verdict(1.0, components={"c": True}), "'c'"),  # type: ignore[dict-item]
+        (1e9, "within ±1e"),
+        (Verdict(1.0, components={"c": 1e9, "d": 1 - 1e9}), "within ±1e"),
+        (Verdict(1.0, components={"a": 0.2, "b": 0.1}), "components sum to 0.3"),
+        (Verdict(None, components={"a": 0.2}), "the reward is null"),
     ],
 )
 def test_a_verdict_that_is_no_number_is_a_data_failure(value: Any, problem: str) -> None:
@@ -131,12 +146,52 @@ def test_a_verifier_that_changes_its_row_does_not_change_it_for_the_siblings() -
     assert source.verifier == {"nested": [1.0, 2.0]}
 
 
+def test_numbers_of_other_libraries_are_rewards() -> None:
+    verdict = Verdict(Fraction(1, 2), components={"c": Fraction(1, 2)})  # type: ignore[arg-type, dict-item]
+    outcome = run_one(environment(lambda row, response: verdict), ScriptedChatModel(in_turns("x")))
+    assert (outcome.reward, outcome.reward_components) == (0.5, {"c": 0.5})
+    assert type(outcome.reward) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "invalid", "malformed"),
+    [
+        ("yes", False, False),
+        ("<think>hm</think>yes", False, False),
+        ("<think>hm", False, True),
+        ("hm</think>yes", False, True),
+        ("</think></think>x<think>", False, True),
+        ("<think><think>hm</think>yes", False, True),
+        ("<tool_call>{}", True, False),
+        (CALL, True, False),
+        (f"<think>{CALL}</think>yes", True, False),
+    ],
+)
+def test_faults_of_form_are_flagged_as_through_gym(text: str, invalid: bool, malformed: bool) -> None:
+    (turn,) = run_one(environment(), ScriptedChatModel(in_turns(text))).turns
+    assert (turn.invalid_tool_call, turn.malformed_thinking) == (invalid, malformed)
+
+
+def test_a_call_that_is_made_is_no_fault_of_form_and_one_that_cannot_be_read_is() -> None:
+    broken = f"{CALL}<tool_call>{{</tool_call>"
+    outcome = run_one(with_tool(), ScriptedChatModel(in_turns(CALL + CALL, broken, "done")))
+    assert [turn.invalid_tool_call for turn in outcome.turns] == [False, True, False]
+    assert not any(turn.malformed_thinking for turn in outcome.turns)
+
+
+def test_truncation_is_a_metric() -> None:
+    outcome = run_one(environment(), ScriptedChatModel(in_turns("much too long")), max_new_tokens=3)
+    assert (outcome.stop_reason, outcome.metrics["truncated"]) == (StopReason.LENGTH, 1.0)
+    limited = run_one(with_tool(max_turns=2), ScriptedChatModel(in_turns(CALL)))
+    assert (limited.stop_reason, limited.metrics["truncated"]) == (StopReason.TOOL_LIMIT, 1.0)
+
+
 def test_a_tools_answer_is_shown_and_its_calls_are_counted() -> None:
     two = CALL + render_tool_call("echo", {"text": "there"})
     model = ScriptedChatModel(in_turns(two, "done"))
     outcome = run_one(with_tool(), model)
     assert [m["content"] for m in model.calls[1][0].new_messages] == ["hi", "there"]
-    assert outcome.metrics == {"turns": 2.0, "tool_calls": 2.0, "tool_errors": 0.0}
+    assert outcome.metrics == {"turns": 2.0, "tool_calls": 2.0, "tool_errors": 0.0, "truncated": 0.0}
 
 
 def _refuse(text: str) -> str:

@@ -46,6 +46,8 @@ _INFRA_WORDS = frozenset(
 )
 _INFRA_ENGINE_CODES = frozenset({"server_error", "rate_limit_exceeded", "vector_store_timeout"})
 _SUM_TOLERANCE = 1e-6
+#: Rewards and parts of them beyond it are a fault of the verifier's.
+MAX_ABS_REWARD = 1e6
 _NOT_METRICS = frozenset(
     {"reward", "reward_components", "mask_sample", "responses_create_params", "response"}
 )
@@ -84,7 +86,9 @@ def check_sample_is_valid(answer: Mapping[str, Any], response: Mapping[str, Any]
         )
 
 
-def read_reward(answer: Mapping[str, Any], *, max_abs_reward: float) -> tuple[float | None, dict[str, float]]:
+def read_reward(
+    answer: Mapping[str, Any], *, max_abs_reward: float = MAX_ABS_REWARD
+) -> tuple[float | None, dict[str, float]]:
     """The reward, ``None`` where the environment gave none, and its parts by name.
 
     Raises:

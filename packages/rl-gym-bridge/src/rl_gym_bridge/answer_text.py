@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .failures import GymAnswerError
+
+#: Text that shows a tool call which was written instead of made.
+INVALID_TOOL_CALL_PATTERNS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+#: Opening and closing tag of thinking.
+THINKING_TAGS = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,15 @@ def read_text(items: Sequence[Mapping[str, Any]]) -> CallText:
         else:
             answer += _texts(item.get("content"), "content")
     return CallText("".join(answer), tuple(reasoning), tool_calls)
+
+
+def split_raw_text(text: str, tags: tuple[str, str] = THINKING_TAGS) -> CallText:
+    """An answer as it was sampled, taken apart as Gym does it: thinking is what matching tags enclose.
+
+    Tool calls in it are left where they are.
+    """
+    pattern = re.compile(f"{re.escape(tags[0])}(.*?){re.escape(tags[1])}", re.DOTALL)
+    return CallText(pattern.sub("", text), tuple(pattern.findall(text)), 0)
 
 
 def _texts(content: Any, name: str) -> list[str]:

@@ -88,8 +88,9 @@ class Verdict:
     """A verifier's judgement.
 
     Attributes:
-        reward: ``None`` when there is none: the rollout is then neither in a baseline nor trained.
-        components: named parts of the reward.
+        reward: ``None`` when there is none: the rollout is then neither in a baseline nor trained. A number
+            within ±1e6 otherwise; ``True`` and ``False`` are none.
+        components: named parts of the reward, which sum to it; none without a reward.
         metrics: numbers worth plotting.
     """
 

@@ -6,17 +6,22 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
+from typing import Any
 
+from .answer_reward import read_reward
+from .answer_text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, split_raw_text
 from .chat import ChatReply, ChatRequest, PromptRejected, new_prompt_tokens
 from .dataset import GymRow
 from .environment import LocalEnvironment, RolloutResponse, Tool, ToolError, Verdict
-from .tool_calls import MalformedToolCall, ToolCall, parse_tool_calls
+from .penalties import RAW_REWARD
+from .tool_calls import MalformedToolCall, ToolCall, parse_tool_calls, without_tool_calls
 from .trajectory import FailureKind, RolloutFailure, StopReason, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
 
-_OWN_METRICS = ("turns", "tool_calls", "tool_errors")
+_OWN_METRICS = ("turns", "tool_calls", "tool_errors", "truncated", RAW_REWARD)
 _ECHO_LIMIT = 200
 
 
@@ -33,7 +38,9 @@ class Episode:
         *,
         group_id: str,
         rollout_id: str,
-        seed_of_turn: Callable[[int], int],
+        seed_of_turn: Callable[[int], int | None],
+        max_new_tokens: int,
+        greedy: bool,
     ) -> None:
         self.outcome: Trajectory | RolloutFailure | None = None
         self._row = row
@@ -41,6 +48,8 @@ class Episode:
         self._group_id = group_id
         self._rollout_id = rollout_id
         self._seed_of_turn = seed_of_turn
+        self._max_new_tokens = max_new_tokens
+        self._greedy = greedy
         self._messages: list[dict[str, str]] = []
         self._tools: dict[str, Tool] = {}
         self._seen: tuple[int, ...] = ()
@@ -55,14 +64,14 @@ class Episode:
         except Exception as error:
             self._fail(FailureKind.DATA, "the row", error)
 
-    def request(self, *, max_new_tokens: int, greedy: bool) -> ChatRequest:
+    def request(self) -> ChatRequest:
         """The next model call."""
         return ChatRequest(
             messages=tuple(dict(message) for message in self._messages),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=self._max_new_tokens,
             prefix_token_ids=self._seen,
             seed=self._seed_of_turn(self._turn),
-            greedy=greedy,
+            greedy=self._greedy,
             tools=tuple(tool.schema() for tool in self._tools.values()),
         )
 
@@ -73,7 +82,12 @@ class Episode:
             return
         try:
             new = new_prompt_tokens(self._seen, reply.prompt_token_ids, turn=self._turn)
-            turn = Turn(new, tuple(reply.generation_token_ids), tuple(reply.generation_logprobs))
+            turn = Turn(
+                new,
+                tuple(reply.generation_token_ids),
+                tuple(reply.generation_logprobs),
+                **self._faults_of_form(reply.text),
+            )
         except Exception as error:
             self._fail(FailureKind.DATA, "the model's reply", error)
             return
@@ -117,6 +131,16 @@ class Episode:
         _log.debug("rollout %s failed in %s", self._rollout_id, culprit, exc_info=error)
         self.fail(kind, f"{culprit}: {type(error).__name__}: {error}")
 
+    def _faults_of_form(self, text: str) -> dict[str, bool]:
+        """As for an answer through Gym, where a model server has taken thinking and calls out of the text."""
+        said = split_raw_text(text)
+        if self._tools:
+            said = replace(said, answer=without_tool_calls(said.answer))
+        return {
+            "invalid_tool_call": said.has_invalid_tool_call(INVALID_TOOL_CALL_PATTERNS),
+            "malformed_thinking": said.has_malformed_thinking(THINKING_TAGS),
+        }
+
     def _take_rejection(self, rejection: PromptRejected) -> None:
         if self._turns:
             self._finish(StopReason.LENGTH)
@@ -150,21 +174,24 @@ class Episode:
         )
         try:
             # A verifier gets a copy: one that changes its row must not change it for the siblings.
-            verdict = _as_verdict(self._environment.verify(copy.deepcopy(self._row), response))
+            judged = self._environment.verify(copy.deepcopy(self._row), response)
+            verdict = judged if isinstance(judged, Verdict) else Verdict(judged)
+            reward, components = _checked_reward(verdict)
             self.outcome = Trajectory(
                 turns=tuple(self._turns),
-                reward=verdict.reward,
+                reward=reward,
                 stop_reason=stop_reason,
                 group_id=self._group_id,
                 rollout_id=self._rollout_id,
                 agent=self._environment.name,
                 weight_versions=tuple(self._weight_versions),
-                reward_components=_numbers(verdict.components, "reward component"),
+                reward_components=components,
                 metrics={
                     "turns": float(len(self._turns)),
                     "tool_calls": float(self._tool_calls),
                     "tool_errors": float(self._tool_errors),
-                    **_numbers(verdict.metrics, "metric", reserved=_OWN_METRICS),
+                    "truncated": float(stop_reason.truncated),
+                    **_checked_metrics(verdict.metrics),
                 },
                 text=self._text,
             )
@@ -172,21 +199,27 @@ class Episode:
             self._fail(FailureKind.DATA, "verify", error)
 
 
-def _as_verdict(value: float | Verdict | None) -> Verdict:
-    verdict = value if isinstance(value, Verdict) else Verdict(value)
-    if verdict.reward is None:
-        return verdict
-    if not isinstance(verdict.reward, Real):
-        raise TypeError(f"the reward is a {type(verdict.reward).__name__}, not a number or None")
-    return Verdict(float(verdict.reward), verdict.components, verdict.metrics)
+def _checked_reward(verdict: Verdict) -> tuple[float | None, dict[str, float]]:
+    """Reward and components under the rules that an answer of Gym has to keep, too."""
+    return read_reward(
+        {
+            "reward": _plain(verdict.reward),
+            "reward_components": {name: _plain(value) for name, value in verdict.components.items()},
+        }
+    )
 
 
-def _numbers(values: Mapping[str, float], kind: str, *, reserved: tuple[str, ...] = ()) -> dict[str, float]:
+def _plain(value: Any) -> Any:
+    """Numbers of other libraries as floats; a boolean stays one, and is no reward."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+def _checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
     for name, value in values.items():
-        if name in reserved:
-            raise ValueError(f"{kind} {name!r} is one that the bridge reports itself; use another name")
+        if name in _OWN_METRICS:
+            raise ValueError(f"metric {name!r} is one that the bridge reports itself; use another name")
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{kind} {name!r} is {value!r}, not a finite number")
+            raise ValueError(f"metric {name!r} is {value!r}, not a finite number")
     return {name: float(value) for name, value in values.items()}
 
 

@@ -74,43 +74,11 @@ def run_local_rollouts(
         raise ValueError(
             f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}"
         )
-    episodes = _episodes(rows, environments, group_size=group_size, step=step, seed=seed, prefix=group_prefix)
-    turn = 0
-    while active := [episode for episode in episodes if episode.outcome is None]:
-        turn += 1
-        requests = [episode.request(max_new_tokens=max_new_tokens, greedy=greedy) for episode in active]
-        try:
-            replies = model.chat(requests)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            if on_model_error == "raise":
-                raise ChatModelError(
-                    f"{type(model).__name__} failed in turn {turn} of step {step} "
-                    f"with {len(requests)} requests ({what})"
-                ) from error
-            for episode in active:
-                episode.fail(FailureKind.INFRA, f"the model failed in turn {turn}: {what}")
-            continue
-        _check_replies(replies, requests, model)
-        for episode, reply in zip(active, replies, strict=True):
-            episode.take(reply)
-    return [episode.outcome for episode in episodes if episode.outcome is not None]
-
-
-def _episodes(
-    rows: Sequence[GymRow],
-    environments: Mapping[str, LocalEnvironment],
-    *,
-    group_size: int,
-    step: int,
-    seed: int,
-    prefix: str,
-) -> list[Episode]:
     episodes: list[Episode] = []
     occurrences: Counter[str] = Counter()
     for position, row in enumerate(rows):
-        environment = _environment_of(row, environments)
-        group = group_name(prefix, step, position)
+        environment = environment_of(row, environments)
+        group = group_name(group_prefix, step, position)
         for index in range(group_size):
             seed_of_turn = partial(_seed_of_turn, seed, step, row.row_id, occurrences[row.row_id], index)
             episodes.append(
@@ -120,17 +88,59 @@ def _episodes(
                     group_id=group,
                     rollout_id=rollout_name(group, index),
                     seed_of_turn=seed_of_turn,
+                    max_new_tokens=max_new_tokens,
+                    greedy=greedy,
                 )
             )
         occurrences[row.row_id] += 1
-    return episodes
+    turn = 0
+    while active := [episode for episode in episodes if episode.outcome is None]:
+        turn += 1
+        take_turn(active, model, name=f"turn {turn} of step {step}", on_model_error=on_model_error)
+    return [episode.outcome for episode in episodes if episode.outcome is not None]
+
+
+def take_turn(
+    active: Sequence[Episode], model: ChatModel, *, name: str, on_model_error: Literal["raise", "record"]
+) -> None:
+    """The next turn of every episode, in one call of the model.
+
+    Args:
+        active: episodes without an outcome.
+        model: what to sample from.
+        name: of the turn, for errors.
+        on_model_error: see :func:`run_local_rollouts`.
+
+    Raises:
+        ChatModelError: see :func:`run_local_rollouts`.
+    """
+    requests = [episode.request() for episode in active]
+    try:
+        replies = model.chat(requests)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        if on_model_error == "raise":
+            raise ChatModelError(
+                f"{type(model).__name__} failed in {name} with {len(requests)} requests ({what})"
+            ) from error
+        for episode in active:
+            episode.fail(FailureKind.INFRA, f"the model failed in {name}: {what}")
+        return
+    _check_replies(replies, requests, model)
+    for episode, reply in zip(active, replies, strict=True):
+        episode.take(reply)
 
 
 def _seed_of_turn(seed: int, step: int, row_id: str, occurrence: int, index: int, turn: int) -> int:
     return sampling_seed(seed=seed, step=step, row_id=row_id, occurrence=occurrence, index=index, turn=turn)
 
 
-def _environment_of(row: GymRow, environments: Mapping[str, LocalEnvironment]) -> LocalEnvironment:
+def environment_of(row: GymRow, environments: Mapping[str, LocalEnvironment]) -> LocalEnvironment:
+    """The environment that a row names.
+
+    Raises:
+        EnvironmentDefinitionError: there is none of that name.
+    """
     environment = environments.get(row.agent)
     if environment is None:
         close = difflib.get_close_matches(row.agent, environments, n=1)

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any, Literal
 
-from .answer_reward import check_sample_is_valid, read_reward, verifier_metrics
-from .answer_text import read_text
+from .answer_reward import MAX_ABS_REWARD, check_sample_is_valid, read_reward, verifier_metrics
+from .answer_text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, read_text
 from .failures import GymAnswerError, GymContinuityError, GymNoTokensError, GymTokenError
 from .model_calls import CallSequence, ModelCall, read_calls
 from .penalties import RAW_REWARD
 from .routed_experts import RoutedExperts, RoutedExpertsError, join_calls
 from .trajectory import StopReason, Trajectory, Turn
-
-INVALID_TOOL_CALL_PATTERNS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
-THINKING_TAGS = ("<think>", "</think>")
 
 _INCOMPLETE_REASONS = {
     "max_output_tokens": StopReason.LENGTH,
@@ -43,7 +40,7 @@ def postprocess_nemo_gym_result(
     thinking_tags: tuple[str, str] = THINKING_TAGS,
     require_routed_experts: bool = False,
     routed_experts_dtype: str = "int16",
-    max_abs_reward: float = 1e6,
+    max_abs_reward: float = MAX_ABS_REWARD,
     ignore_metrics: Collection[str] = (),
 ) -> Trajectory:
     """The trajectory that an answer of Gym tells of. The answer is not changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
+_CALL = re.compile(rf"{OPEN_TAG}((?:(?!{OPEN_TAG}).)*?){CLOSE_TAG}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,11 @@ def visible_text(text: str) -> str:
     """What stands outside the thinking part: after the last ``</think>``, before an unclosed ``<think>``."""
     answer = text.rpartition(_THINK_CLOSE)[2]
     return answer.partition(_THINK_OPEN)[0]
+
+
+def without_tool_calls(text: str) -> str:
+    """``text`` without its well-formed calls: a tag that is left belongs to a call that was not made."""
+    return _CALL.sub(lambda call: "" if isinstance(_parse_body(call[1]), ToolCall) else call[0], text)
 
 
 def render_tool_call(name: str, arguments: Mapping[str, Any]) -> str:
