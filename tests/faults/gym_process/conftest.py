@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -20,6 +24,48 @@ from rl_gym_bridge.process import GymProcess
 HERE = Path(__file__).parent
 DOUBLE = HERE.parents[2] / "packages" / "rl-gym-bridge" / "tests" / "doubles" / "gym_command.py"
 WITHIN_S = 5.0
+# How often each fault happens; a longer run sets the variable.
+N = int(os.environ.get("RL_GYM_FAULTS_N", "2"))
+# Most of a round is waiting for processes.
+AT_A_TIME = 3
+Test = Callable[..., None]
+
+
+def rounds(test: Test) -> Test:
+    """Run a test ``N`` times, some at the same time; the first failure comes out when all have ended."""
+
+    @functools.wraps(test)
+    def repeated(*arguments: object, **named: object) -> None:
+        with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
+            running = [pool.submit(test, *arguments, **named) for _ in range(N)]
+        for each in running:
+            each.result()
+
+    repeated.rounds = N  # type: ignore[attr-defined]
+    return repeated
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        times = getattr(getattr(item, "function", None), "rounds", 1)
+        item.user_properties.append(("rounds", times))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How often each fault happened, where the tier of faults was asked for."""
+    if "faults" not in (config.option.markexpr or "") and config.option.verbose < 1:
+        return
+    happened: dict[str, collections.Counter[str]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            if report.when == "call" and "faults" in report.keywords:
+                case = report.nodeid.partition("[")[0].rpartition("/")[2]
+                times = int(dict(report.user_properties).get("rounds", 1))
+                happened.setdefault(case, collections.Counter())[outcome] += times
+    terminalreporter.section("how often each fault happened")
+    for case, counts in sorted(happened.items()):
+        failed = f", {counts['failed']} of them in a test that failed" if counts["failed"] else ""
+        terminalreporter.write_line(f"{sum(counts.values()):5}  {case}{failed}")
 
 
 def stat(pid: int) -> tuple[str, int, int, int] | None:
@@ -125,8 +171,9 @@ def make_gym(tmp_path: Path, interpreter: GymInterpreter) -> Iterator[Callable[.
             shutdown_timeout_s=shutdown_timeout_s,
             work_dir=str(tmp_path),
         )
-        made.append(GymProcess(config, interpreter=interpreter, search_folder=tmp_path))
-        return made[-1]
+        gym = GymProcess(config, interpreter=interpreter, search_folder=tmp_path)
+        made.append(gym)
+        return gym
 
     yield make
     for each in made:
@@ -161,6 +208,8 @@ class Trainer:
     """Another program that uses Gym, and whose end is the test."""
 
     def __init__(self, folder: Path, mode: str, gym: str = str(DOUBLE)) -> None:
+        self.folder = folder
+        folder.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "trainer.py"), gym, str(folder), mode],
             stdout=subprocess.PIPE,
@@ -181,10 +230,12 @@ class Trainer:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     made = []
+    numbers = itertools.count()
 
     def make(mode: str, **more: str) -> Trainer:
-        made.append(Trainer(tmp_path, mode, **more))
-        return made[-1]
+        program = Trainer(tmp_path / f"trainer{next(numbers)}", mode, **more)
+        made.append(program)
+        return program
 
     yield make
     for each in made:

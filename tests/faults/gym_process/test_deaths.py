@@ -13,13 +13,9 @@ import pytest
 
 from rl_gym_bridge.failures import GymServerDied, GymStartError
 
-from .conftest import Trace, guardians, server_process
+from .conftest import N, Trace, guardians, rounds, server_process
 
-# How often each fault happens; a longer run sets the variable.
-N = int(os.environ.get("RL_GYM_FAULTS_N", "2"))
-TIMES = pytest.mark.parametrize("round_", range(N))
-
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60 + 10 * N)
 
 
 def _named(gym, name: str, within_s: float) -> GymServerDied:
@@ -41,9 +37,9 @@ def _checked(gym) -> GymServerDied | None:
     return None
 
 
-@TIMES
 @pytest.mark.parametrize("poll_s", [0.05, 60.0])
-def test_a_killed_idle_server_is_named_whether_gym_noticed_or_not(make_gym, round_, poll_s) -> None:
+@rounds
+def test_a_killed_idle_server_is_named_whether_gym_noticed_or_not(make_gym, poll_s) -> None:
     gym = make_gym(poll_s=poll_s).start()
     trace = Trace(gym.run_id)
     os.kill(server_process(gym, "answers"), signal.SIGKILL)
@@ -55,8 +51,8 @@ def test_a_killed_idle_server_is_named_whether_gym_noticed_or_not(make_gym, roun
     trace.gone_after()
 
 
-@TIMES
-def test_a_server_killed_while_it_serves_ends_the_request_and_is_named(make_gym, round_) -> None:
+@rounds
+def test_a_server_killed_while_it_serves_ends_the_request_and_is_named(make_gym) -> None:
     gym = make_gym(poll_s=60.0).start()
     trace = Trace(gym.run_id)
     outcome: list[BaseException] = []
@@ -71,7 +67,7 @@ def test_a_server_killed_while_it_serves_ends_the_request_and_is_named(make_gym,
 
     client = threading.Thread(target=request)
     client.start()
-    time.sleep(0.2)
+    time.sleep(0.1)
     os.kill(server_process(gym, "answers_agent"), signal.SIGKILL)
     _named(gym, "answers_agent", 2.0)
     client.join(2.0)
@@ -80,9 +76,9 @@ def test_a_server_killed_while_it_serves_ends_the_request_and_is_named(make_gym,
     trace.gone_after()
 
 
-@TIMES
 @pytest.mark.parametrize("poll_s", [0.05, 60.0])
-def test_a_server_killed_while_it_starts_fails_the_start_and_is_named(make_gym, round_, poll_s) -> None:
+@rounds
+def test_a_server_killed_while_it_starts_fails_the_start_and_is_named(make_gym, poll_s) -> None:
     gym = make_gym(poll_s=poll_s, servers={"answers": {"ready_after_s": 60}})
     traces = []
 
@@ -100,8 +96,8 @@ def test_a_server_killed_while_it_starts_fails_the_start_and_is_named(make_gym, 
     traces[0].gone_after()
 
 
-@TIMES
-def test_a_stopped_server_is_named_by_health_within_its_deadline(make_gym, round_) -> None:
+@rounds
+def test_a_stopped_server_is_named_by_health_within_its_deadline(make_gym) -> None:
     gym = make_gym().start()
     trace = Trace(gym.run_id)
     os.kill(server_process(gym, "answers"), signal.SIGSTOP)
@@ -114,9 +110,9 @@ def test_a_stopped_server_is_named_by_health_within_its_deadline(make_gym, round
     trace.gone_after()
 
 
-@TIMES
 @pytest.mark.parametrize("victim", ["watch", "guard", "both"])
-def test_a_killed_guardian_is_noticed_and_nothing_is_left(make_gym, round_, victim) -> None:
+@rounds
+def test_a_killed_guardian_is_noticed_and_nothing_is_left(make_gym, victim) -> None:
     gym = make_gym(daemons=3).start()
     trace = Trace(gym.run_id)
     watch, guard = guardians(gym.run_id)
@@ -136,9 +132,9 @@ def test_a_killed_guardian_is_noticed_and_nothing_is_left(make_gym, round_, vict
     trace.gone_after()
 
 
-@TIMES
-def test_stopped_guardians_do_not_keep_a_shutdown_from_ending(make_gym, round_) -> None:
-    gym = make_gym(shutdown_timeout_s=1.0).start()
+@rounds
+def test_stopped_guardians_do_not_keep_a_shutdown_from_ending(make_gym) -> None:
+    gym = make_gym(shutdown_timeout_s=0.2).start()
     trace = Trace(gym.run_id)
     for pid in guardians(gym.run_id):
         os.kill(pid, signal.SIGSTOP)
@@ -148,8 +144,8 @@ def test_stopped_guardians_do_not_keep_a_shutdown_from_ending(make_gym, round_) 
     trace.gone_after()
 
 
-@TIMES
-def test_a_killed_command_is_reported_with_its_signal(make_gym, round_) -> None:
+@rounds
+def test_a_killed_command_is_reported_with_its_signal(make_gym) -> None:
     gym = make_gym().start()
     trace = Trace(gym.run_id)
     assert gym._deployment is not None
@@ -163,7 +159,6 @@ def test_a_killed_command_is_reported_with_its_signal(make_gym, round_) -> None:
     trace.gone_after()
 
 
-@TIMES
 @pytest.mark.parametrize(
     ("mode", "number"),
     [
@@ -175,7 +170,8 @@ def test_a_killed_command_is_reported_with_its_signal(make_gym, round_) -> None:
         ("fork", signal.SIGKILL),
     ],
 )
-def test_a_trainer_that_a_signal_ends_leaves_nothing(trainer, round_, mode, number) -> None:
+@rounds
+def test_a_trainer_that_a_signal_ends_leaves_nothing(trainer, mode, number) -> None:
     program = trainer(mode)
     assert len(program.trace.pids) > 2
     if mode == "fork":
@@ -186,9 +182,9 @@ def test_a_trainer_that_a_signal_ends_leaves_nothing(trainer, round_, mode, numb
     program.trace.gone_after()
 
 
-@TIMES
 @pytest.mark.parametrize("mode", ["exception", "os._exit", "sys.exit"])
-def test_a_trainer_that_ends_by_itself_leaves_nothing(trainer, round_, mode) -> None:
+@rounds
+def test_a_trainer_that_ends_by_itself_leaves_nothing(trainer, mode) -> None:
     program = trainer(mode)
     _, said = program.process.communicate(timeout=20)
     assert program.process.returncode == (1 if mode == "exception" else 7), said
@@ -196,23 +192,24 @@ def test_a_trainer_that_ends_by_itself_leaves_nothing(trainer, round_, mode) -> 
     program.trace.gone_after()
 
 
-@TIMES
 @pytest.mark.parametrize("mode", ["ignore SIGINT", "block signals", "ignore SIGCHLD"])
-def test_signal_settings_of_the_trainer_do_not_reach_gym(trainer, tmp_path, round_, mode) -> None:
+@rounds
+def test_signal_settings_of_the_trainer_do_not_reach_gym(trainer, mode) -> None:
     program = trainer(mode)
     said, _ = program.process.communicate(timeout=20)
     assert program.process.returncode == 0
     # Gym's command reacted to SIGINT: nobody had to wait half of the 3 s and kill it.
     assert float(said.split()[1]) < 1.4
     # And the guardian, which waits for children, had nothing to complain of.
-    (complaints,) = tmp_path.glob("gym-*/guardian.log")
+    (complaints,) = program.folder.glob("gym-*/guardian.log")
     assert complaints.read_text() == ""
     program.trace.gone_after()
 
 
 def test_a_start_in_a_thread_that_ends_is_no_end_of_gym(trainer) -> None:
     program = trainer("started in a thread that ended")
-    time.sleep(1.0)
+    # The guardian looks every half second.
+    time.sleep(0.7)
     assert len(program.trace.left()) > 2
     program.kill()
     program.trace.gone_after()

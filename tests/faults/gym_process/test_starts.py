@@ -133,11 +133,11 @@ def test_a_server_that_ends_at_start_is_named_with_its_own_words(make_gym) -> No
 
 @pytest.mark.parametrize("fault", [{"ready_after_s": 60}, {"listen_after_s": 60}, {"status": 500}])
 def test_k8_no_server_is_missing_when_gym_is_ready_and_the_deadline_names_it(make_gym, fault) -> None:
-    gym = make_gym(start_timeout_s=2.5, servers={"answers": fault})
+    gym = make_gym(start_timeout_s=1.5, servers={"answers": fault})
     began = time.monotonic()
     with pytest.raises(GymStartError, match="not ready: answers") as caught:
         gym.start()
-    assert time.monotonic() - began < 2.5 + 5
+    assert time.monotonic() - began < 1.5 + 5
     assert caught.value.component == "answers"
     assert gym.agents == {}
     Trace(gym.run_id).gone_after()
@@ -145,14 +145,14 @@ def test_k8_no_server_is_missing_when_gym_is_ready_and_the_deadline_names_it(mak
 
 def test_k8_a_child_that_is_late_is_waited_for(make_gym) -> None:
     began = time.monotonic()
-    gym = make_gym(list_after_s=0.3, servers={"answers_agent": {"ready_after_s": 1.0}}).start()
-    assert time.monotonic() - began > 1.0
+    gym = make_gym(list_after_s=0.1, servers={"answers_agent": {"ready_after_s": 0.6}}).start()
+    assert time.monotonic() - began > 0.6
     gym.health(2.0)
     gym.shutdown()
 
 
 def test_a_head_that_lists_nothing_meets_the_deadline(make_gym) -> None:
-    gym = make_gym(start_timeout_s=1.5, list_after_s=60)
+    gym = make_gym(start_timeout_s=0.8, list_after_s=60)
     with pytest.raises(GymStartError, match="listed no servers"):
         gym.start()
     Trace(gym.run_id).gone_after()
@@ -290,7 +290,7 @@ def test_a_shutdown_before_anything_is_launched_waits_for_the_start_to_give_up(m
     def late(*arguments, **more):
         entered.set()
         gym._stopping.wait(5)
-        time.sleep(0.5)
+        time.sleep(0.2)
         return environment(*arguments, **more)
 
     monkeypatch.setattr(deployment, "gym_environment", late)

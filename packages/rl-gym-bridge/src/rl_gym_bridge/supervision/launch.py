@@ -179,7 +179,9 @@ class GuardedCommand:
                     self._read(min(0.5, deadline - time.monotonic()))
                 _wait(guardian, max(0.1, min(_MARGIN_S, deadline - time.monotonic())))
             try:
-                return self._end_what_is_left(max(_MARGIN_S, deadline - time.monotonic()))
+                left = self._end_what_is_left(max(_MARGIN_S, deadline - time.monotonic()))
+                # What was killed holds nothing any more, whenever its new parent collects its exit.
+                return [entry for entry in left if entry.runs]
             except OSError:
                 # The guardian saw for itself that nothing is left.
                 if not self._ended or self.survivors:
