@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rl_gym_bridge.actor import NemoGym
 from rl_gym_bridge.config import DeferredBaseUrls, EffortLevel, NemoGymConfig, RewardPenalties
 from rl_gym_bridge.failures import (
     GymAnswerError,
@@ -27,6 +30,7 @@ from rl_gym_bridge.failures import (
     GymHttpError,
     GymServerDied,
     GymStartError,
+    GymStateUnknown,
     GymTimeout,
     GymUnavailable,
 )
@@ -34,6 +38,7 @@ from rl_gym_bridge.model_servers import readiness_urls
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult
 from rl_gym_bridge.retry import RetryPolicy
 from rl_gym_bridge.session import GymSession
+from rl_gym_bridge.session_health import HealthWatch
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, Trajectory
 
 DOUBLES = Path(__file__).parent / "doubles"
@@ -188,18 +193,129 @@ def test_a_tokenizer_adds_text_to_the_answers_that_are_kept(head_url: str) -> No
     assert isinstance(after.outcome, Trajectory)
 
 
-def test_leaving_early_ends_what_runs(head_url: str) -> None:
-    async def first_of(session: GymSession) -> RolloutResult:
-        rollouts = session.run_rollouts([request(0), *(request(n, hang_s=30) for n in range(1, 20))])
-        async with contextlib.aclosing(rollouts) as results:  # type: ignore[type-var]
-            async for result in results:
-                return result
-        raise AssertionError
+def running_at(url: str) -> int:
+    return int(httpx.get(f"{url}/running", trust_env=False).text)
+
+
+@pytest.mark.parametrize("layer", ["session", "actor"])
+def test_leaving_early_leaves_no_task_and_nothing_that_runs_at_the_agent(layer: str, head_url: str) -> None:
+    async def main() -> None:
+        actor = NemoGym(config(), head_url=head_url)
+        await actor.start()
+        session = actor._session
+        url = session.agents[AGENT]
+        runner = session if layer == "session" else actor
+        rollouts = runner.run_rollouts([request(0), *(request(n, hang_s=60) for n in range(1, 20))])
+        assert (await anext(rollouts)).request.rollout_id == "r0"
+        while await asyncio.to_thread(running_at, url) < 19:
+            await asyncio.sleep(0.01)
+        await rollouts.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        end = time.monotonic() + 5
+        while await asyncio.to_thread(running_at, url):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+        await actor.shutdown()
+
+    asyncio.run(main())
+
+
+def test_what_had_arrived_before_a_shutdown_is_kept(head_url: str) -> None:
+    async def main(session: GymSession) -> list[RolloutResult]:
+        results = []
+        twice = request(30, hang_s=60)
+        many = [
+            *(request(n) for n in range(20)),
+            *(request(n, hang_s=60) for n in range(20, 25)),
+            twice,
+            twice,
+        ]
+        async for result in session.run_rollouts(many):
+            if not results:
+                # All that is quick has been answered, and none of it is read.
+                await asyncio.sleep(1.0)
+                session.shutdown()
+                await asyncio.sleep(0.05)
+            results.append(result)
+        return results
 
     with GymSession(config(), head_url=head_url) as session:
-        began = time.monotonic()
-        assert asyncio.run(first_of(session)).request.rollout_id == "r0"
-        assert time.monotonic() - began < 5
+        results = asyncio.run(main(session))
+    kept = [result for result in results if isinstance(result.outcome, Trajectory)]
+    assert sorted(result.request.rollout_id for result in kept) == sorted(f"r{n}" for n in range(20))
+    ended = [result for result in results if isinstance(result.outcome, RolloutFailure)]
+    assert sorted(result.request.rollout_id for result in ended) == [
+        "r20",
+        "r21",
+        "r22",
+        "r23",
+        "r24",
+        "r30",
+        "r30",
+    ]
+    for result in ended:
+        assert failure(result).kind is FailureKind.INFRA
+        assert (
+            "the session was shut down meanwhile; the rollout at the_agent was ended" in failure(result).error
+        )
+        assert result.attempts == 1
+        assert 0.9 < result.seconds < 5
+
+
+def test_a_failure_that_is_the_rows_stays_one_after_a_shutdown(head_url: str) -> None:
+    async def main(session: GymSession) -> list[RolloutResult]:
+        results = []
+        async for result in session.run_rollouts([request(0), request(1, status=400)]):
+            if not results:
+                await asyncio.sleep(0.5)
+                session.shutdown()
+            results.append(result)
+        return results
+
+    with GymSession(config(), head_url=head_url) as session:
+        results = {result.request.rollout_id: result for result in asyncio.run(main(session))}
+    assert failure(results["r1"]).kind is FailureKind.DATA
+    assert "answered 400" in failure(results["r1"]).error
+
+
+def test_the_watch_keeps_no_loop_that_has_ended() -> None:
+    class Well:
+        def check(self) -> None:
+            pass
+
+        def health(self, timeout_s: float = 1.0) -> None:
+            pass
+
+    watch = HealthWatch(Well())
+    loops = []
+
+    async def ask() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        assert isinstance(await watch.explained(GymTimeout("x")), GymTimeout)
+
+    for _ in range(5):
+        asyncio.run(ask())
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 5
+
+
+def test_a_gym_that_cannot_be_seen_is_not_taken_for_dead() -> None:
+    class Unseen:
+        def check(self) -> None:
+            raise GymStateUnknown("no file descriptor is left")
+
+        def health(self, timeout_s: float = 1.0) -> None:
+            raise GymStateUnknown("no file descriptor is left")
+
+    async def main() -> None:
+        watch, stop, error = HealthWatch(Unseen()), asyncio.Event(), GymTimeout("x")
+        async with watch.watching(stop):
+            await asyncio.sleep(0.05)
+            assert await watch.explained(error) is error
+        assert not watch.is_dead()
+        assert not stop.is_set()
+
+    asyncio.run(main())
 
 
 def test_a_session_works_on_one_loop_after_another_and_on_two_at_once(head_url: str) -> None:
@@ -462,6 +578,36 @@ def test_a_server_that_answers_but_is_not_ready_is_waited_for_and_quoted(head_ur
         run(session, request())
 
 
+def test_a_shutdown_while_it_waits_for_model_servers_ends_the_wait(head_url: str) -> None:
+    (port,) = free_ports(1)
+    settings = config(base_urls=DeferredBaseUrls((f"http://127.0.0.1:{port}/v1",), 30.0))
+    session = GymSession(settings, head_url=head_url).start()
+    timer = threading.Timer(0.5, session.shutdown)
+    timer.start()
+    began = time.monotonic()
+    results = run(session, request(0), request(1))
+    assert 0.4 < time.monotonic() - began < 3
+    assert sorted(result.request.rollout_id for result in results) == ["r0", "r1"]
+    for result in results:
+        assert failure(result).kind is FailureKind.INFRA
+        assert "the session was shut down meanwhile" in failure(result).error
+        assert result.attempts == 0
+
+
+def test_a_death_while_it_waits_for_model_servers_ends_the_wait(gym_python: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    deferred = DeferredBaseUrls((f"http://127.0.0.1:{port}/v1",), 30.0)
+    settings = {"double": {"poll_s": 30}}
+    with own(gym_python, tmp_path, base_urls=deferred, gym_config=settings) as session:
+        victim = pid_of(session, "answers")
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        began = time.monotonic()
+        (result,) = run(session, request(agent="answers_agent"))
+        assert time.monotonic() - began < 4
+    assert failure(result).error.startswith("GymServerDied: answers")
+    assert result.attempts == 0
+
+
 # --- a Gym of its own ---
 
 
@@ -587,3 +733,13 @@ def test_a_shutdown_while_it_starts_ends_the_start(gym_python: str, tmp_path: Pa
     assert time.monotonic() - began < 8
     with pytest.raises(GymUnavailable):
         run(session, request())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0, -1.0])
+def test_a_shutdown_without_time_kills_at_once(seconds: float, gym_python: str, tmp_path: Path) -> None:
+    session = own(gym_python, tmp_path).start()
+    family = pids(session)
+    session.shutdown(seconds)
+    assert gone(family, 1.0)
+    assert session._gym.config.shutdown_timeout_s == 3.0  # type: ignore[union-attr]
+    GymSession(config()).shutdown(seconds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .config import NemoGymConfig
@@ -27,6 +28,14 @@ class NemoGym:
 
     def __init__(self, config: NemoGymConfig, *, head_url: str | None = None) -> None:
         self._session = GymSession(config, head_url=head_url)
+        self._settings = {"use_fastokens": config.use_fastokens, "token_capture": config.token_capture}
+
+    async def settings(self) -> dict[str, Any]:
+        """``use_fastokens`` and ``token_capture``, as they arrived here.
+
+        The actor only keeps them, for who asks: Gym has no setting for either, and the bridge reads none.
+        """
+        return self._settings
 
     async def start(self) -> dict[str, Any]:
         """Start Gym and wait until it is ready.
@@ -52,10 +61,11 @@ class NemoGym:
         """Which servers of Gym live; see :meth:`GymSession.health_check`."""
         return await self._session.health_check()
 
-    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
+    async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
         """See :class:`~rl_gym_bridge.requests.RolloutRunner`; a streaming generator of Ray."""
-        async for result in self._session.run_rollouts(requests):
-            yield result
+        async with contextlib.aclosing(self._session.run_rollouts(requests)) as results:
+            async for result in results:
+                yield result
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """End Gym within ``timeout_s`` seconds; idempotent, and before :meth:`start` nothing happens."""

@@ -119,8 +119,8 @@ class NemoGymConfig:
         gym_config: Gym's own settings, forwarded untouched.
         require_routed_experts: whether answers must carry the experts that the router chose (router replay).
         routed_experts_dtype: integer type of those, by name.
-        use_fastokens: tokenise with the fast tokenizer where Gym does so.
-        token_capture: settings of token capture, forwarded to the actor.
+        use_fastokens: whether the policy uses the fast tokenizer; kept for ``NemoGym.settings``, nothing more.
+        token_capture: settings of token capture; kept for ``NemoGym.settings``, nothing more.
         num_gpu_nodes: nodes with GPUs that Gym itself uses; with 0 the actor may run anywhere.
         python: interpreter that has ``nemo_gym``; ``None`` finds one (see ``rl_gym_bridge.interpreter``).
         invalid_tool_call_patterns: text in an answer that shows a tool call which was not made.
@@ -238,8 +238,8 @@ def build_nemo_gym_config(
             :class:`DeferredBaseUrls` where they are reserved and still load.
         model_name: name under which they serve the policy.
         enable_router_replay: whether answers must carry the router's choices.
-        use_fastokens: tokenise with the fast tokenizer where Gym does so.
-        token_capture: settings of token capture.
+        use_fastokens: kept as it is.
+        token_capture: kept as it is.
 
     Raises:
         GymConfigError: no such key, a value of another type or outside its range, an entry of ``base_urls``

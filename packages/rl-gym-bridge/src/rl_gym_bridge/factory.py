@@ -50,8 +50,9 @@ def spinup_nemo_gym_actor(
         model_name: name under which they serve the policy.
         tokenizer: has ``decode(list[int])``; ``None`` keeps answers without text.
         enable_router_replay: whether answers must carry the router's choices.
-        use_fastokens: tokenise with the fast tokenizer where Gym does so.
-        token_capture: settings of token capture.
+        use_fastokens: whether the policy uses the fast tokenizer. The actor keeps it and tells it
+            (``NemoGym.settings``); Gym has no such setting.
+        token_capture: settings of token capture, likewise.
         head_url: head server of a Gym that somebody else runs, instead of starting one.
         env_vars: further variables of the actor's process.
 

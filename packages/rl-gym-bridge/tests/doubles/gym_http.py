@@ -8,9 +8,9 @@ answered with; OTHER_URL is listed as a further server. A row's ``wanted`` says 
 from __future__ import annotations
 
 import json
+import select
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -53,8 +53,11 @@ class Agent(Head):
         with self.lock:
             Agent.running += 1
         try:
-            time.sleep(wanted.get("hang_s", 0.0))
-            if "status" in wanted:
+            # Whoever asked may leave: then nothing of it runs any more, as the count of those tells.
+            left, _, _ = select.select([self.connection], [], [], wanted.get("hang_s", 0.0))
+            if left:
+                self.close_connection = True
+            elif "status" in wanted:
                 self.answer(wanted["status"], b"slow down")
             elif "body" in wanted:
                 self.answer(200, wanted["body"].encode())
