@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from rl_gym_bridge.attached import AttachedGym
+from rl_gym_bridge.failures import GymConfigError
 from rl_gym_bridge.supervision.probing import get_all
 
 Serve = Callable[[Callable[[socket.socket], None]], str]
@@ -105,6 +107,42 @@ def test_a_closed_port_is_named_at_once() -> None:
     began = time.monotonic()
     assert get_all([url], timeout_s=5)[url].problem == "refuses connections"
     assert time.monotonic() - began < 1
+
+
+def test_names_are_resolved_within_the_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = serve(_answer(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"))
+    named = url.replace("127.0.0.1", "gym.example")
+    other, lost, hung = "http://other.example:9/", "http://lost.example:9/", "http://hung.example:9/"
+    released = threading.Event()
+
+    def resolve(host: str, *_: object, **__: object) -> list:
+        if host == "hung.example":
+            released.wait(20)
+        if host != "gym.example":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0))
+        return [six, (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        probes = get_all([named, other, lost], timeout_s=5)
+        assert (probes[named].status, probes[named].body) == (200, b"ok")
+        assert (
+            probes[lost].problem
+            == "cannot be reached: its name cannot be resolved: Name or service not known"
+        )
+        began = time.monotonic()
+        probe = get_all([hung], timeout_s=0.3)[hung]
+        assert time.monotonic() - began < 2
+        assert probe.problem == "cannot be reached: its name was not resolved in time"
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "https://gym.example"])
+def test_a_gym_behind_tls_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(GymConfigError, match="plain HTTP"):
+        AttachedGym(url)
 
 
 def test_nothing_to_ask() -> None:

@@ -8,7 +8,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .addresses import checked_base_urls
-from .failures import GymAnswerError, GymError, GymHttpError, GymServerDied, GymTimeout, GymUnavailable
+from .failures import (
+    GymAnswerError,
+    GymConfigError,
+    GymError,
+    GymHttpError,
+    GymServerDied,
+    GymTimeout,
+    GymUnavailable,
+)
+from .supervision.health import unknown_if_unseen
 from .supervision.probing import Probe, get_all
 from .supervision.servers import AGENT_TYPE
 from .supervision.settings import is_loopback
@@ -26,11 +35,18 @@ class AttachedGym:
         head_url: ``http://host:port`` of the head server.
 
     Raises:
-        GymConfigError: it is no address.
+        GymConfigError: it is no address of plain HTTP.
     """
 
     def __init__(self, head_url: str) -> None:
         (self.head_url,) = checked_base_urls([head_url], "head_url")
+        if urlsplit(self.head_url).scheme != "http":
+            raise GymConfigError(
+                "Gym's servers speak plain HTTP, and so does the bridge with them",
+                component="head_url",
+                address=self.head_url,
+                remedy="write http://host:port",
+            )
         self.servers: dict[str, str] = {}
         self.agents: dict[str, str] = {}
 
@@ -41,6 +57,7 @@ class AttachedGym:
             GymHttpError: the head server answers with an error.
             GymAnswerError: it answers something else than Gym's list of servers.
             GymUnavailable: it cannot be reached at all within ``timeout_s``.
+            GymStateUnknown: this process has no file descriptor left to ask with.
             GymTimeout: it was reached, but there was no server, or one that did not answer, within
                 ``timeout_s``.
         """
@@ -74,9 +91,11 @@ class AttachedGym:
 
         Raises:
             GymServerDied: one does not answer; ``component`` names it, or all of them.
+            GymStateUnknown: this process has no file descriptor left to ask with.
         """
         addresses = {_HEAD: self.head_url, **self.servers}
-        probes = get_all([f"{url}/" for url in addresses.values()], timeout_s=timeout_s)
+        with unknown_if_unseen(_HEAD, self.head_url):
+            probes = get_all([f"{url}/" for url in addresses.values()], timeout_s=timeout_s)
         problems = {
             name: probes[f"{url}/"].problem or f"answers with status {probes[f'{url}/'].status}"
             for name, url in addresses.items()
@@ -98,7 +117,8 @@ class AttachedGym:
     def _look(self, timeout_s: float) -> GymError:
         """Read the list once; what to say if nothing better comes."""
         url = f"{self.head_url}/server_instances"
-        probe = get_all([url], timeout_s=min(_PROBE_S, timeout_s))[url]
+        with unknown_if_unseen(_HEAD, url):
+            probe = get_all([url], timeout_s=min(_PROBE_S, timeout_s))[url]
         if not probe.status:
             return GymUnavailable(probe.problem, component=_HEAD, address=url, elapsed_s=timeout_s)
         if probe.status != 200:

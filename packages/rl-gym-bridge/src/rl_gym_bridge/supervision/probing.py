@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from .resolving import addresses_of
+
 _LARGEST_ANSWER = 16 * 2**20
 
 
@@ -35,6 +37,10 @@ class Probe:
 def get_all(urls: Iterable[str], *, timeout_s: float) -> Mapping[str, Probe]:
     """GET every URL once, all at the same time; returns after at most ``timeout_s`` seconds.
 
+    Args:
+        urls: plain ``http://host[:port]/path``.
+        timeout_s: for everything, the names of hosts included.
+
     Raises:
         OSError: this process can open no more sockets.
     """
@@ -43,8 +49,14 @@ def get_all(urls: Iterable[str], *, timeout_s: float) -> Mapping[str, Probe]:
     with selectors.DefaultSelector() as selector:
         open_requests: dict[str, _Request] = {}
         try:
-            for url in dict.fromkeys(urls):
-                request = _Request(url)
+            hosts = {url: urlsplit(url).hostname or "127.0.0.1" for url in urls}
+            addresses = addresses_of(hosts.values(), deadline)
+            for url, host in hosts.items():
+                address = addresses[host]
+                if isinstance(address, OSError):
+                    results[url] = Probe(0, b"", f"cannot be reached: {address}")
+                    continue
+                request = _Request(url, address)
                 problem = request.connect()
                 if problem:
                     results[url] = Probe(0, b"", problem)
@@ -76,14 +88,13 @@ def get_all(urls: Iterable[str], *, timeout_s: float) -> Mapping[str, Probe]:
 
 
 class _Request:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, address: str) -> None:
         parts = urlsplit(url)
         self.url = url
-        host = parts.hostname or "127.0.0.1"
-        self._address = (host, parts.port or 80)
+        self._address = (address, parts.port or 80)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._outgoing = f"GET {path} HTTP/1.0\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         self.socket.setblocking(False)
         self.received = b""
 
