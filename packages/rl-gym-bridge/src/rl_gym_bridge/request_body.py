@@ -126,6 +126,22 @@ def request_body(
     return {**row.to_mapping(), _PARAMS: params}
 
 
+def extras_of(row: GymRow) -> dict[str, Any]:
+    """The engine's parameters that a row or its run puts into the metadata, ``chat_template_kwargs`` as one.
+
+    Raises:
+        DatasetError: they are no JSON.
+    """
+    metadata = row.responses_create_params.get("metadata")
+    if not isinstance(metadata, Mapping):
+        return {}
+    where = f"{_PARAMS}.metadata"
+    extras = dict(_parsed(metadata.get("extra_body"), f"{where}.extra_body", row.row_id))
+    name = "chat_template_kwargs"
+    template = _parsed(metadata.get(name), f"{where}.{name}", row.row_id)
+    return {**extras, name: dict(template)} if template else extras
+
+
 def _instruct(params: dict[str, Any], instruction: str) -> None:
     """Append to the system message, wherever it stands; begin the prompt with one where there is none."""
     content = params["input"]
