@@ -46,8 +46,9 @@ def failure_of(result: RolloutResult) -> RolloutFailure:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 501])
 def test_an_error_of_the_model_is_a_failure(gym: GymRun, rows: Rows, status: int) -> None:
+    """The status 500 of the agent quotes the model; a request that it refuses is the row's fault."""
     failure = failure_of(run(gym, rows, "mcqa/accepted", ScriptedTurn(status=status)))
-    assert failure.kind is FailureKind.INFRA
+    assert failure.kind is (FailureKind.DATA if status < 500 else FailureKind.INFRA)
     assert failure.error.startswith("GymHttpError: mcqa_simple_agent at http://127.0.0.1:")
     assert "answered 500" in failure.error
     assert failure.agent == "mcqa_simple_agent"

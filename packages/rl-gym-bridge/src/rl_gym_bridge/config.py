@@ -119,8 +119,8 @@ class NemoGymConfig:
         gym_config: Gym's own settings, forwarded untouched.
         require_routed_experts: whether answers must carry the experts that the router chose (router replay).
         routed_experts_dtype: integer type of those, by name.
-        use_fastokens: whether the policy uses the fast tokenizer; kept for ``NemoGym.settings``, nothing more.
-        token_capture: settings of token capture; kept for ``NemoGym.settings``, nothing more.
+        use_fastokens: whether the policy uses the fast tokenizer; kept for ``NemoGym.settings``, no more.
+        token_capture: settings of token capture; kept for ``NemoGym.settings``, no more.
         num_gpu_nodes: nodes with GPUs that Gym itself uses; with 0 the actor may run anywhere.
         python: interpreter that has ``nemo_gym``; ``None`` finds one (see ``rl_gym_bridge.interpreter``).
         invalid_tool_call_patterns: text in an answer that shows a tool call which was not made.
