@@ -96,7 +96,9 @@ def postprocess_nemo_gym_result(
     stop_reason = _stop_reason(result, sequence, ending, ignore=ignore_metrics)
     dropped = len(sequence.calls) - len(kept)
     if dropped:
-        reward, components, verifier, stop_reason = None, {}, {}, StopReason.ABORTED
+        reward, stop_reason = None, StopReason.ABORTED
+        components.clear()
+        verifier.clear()
     own = {
         "turns": float(len(turns)),
         "tool_calls": float(sum(text.tool_calls for text in texts)),
