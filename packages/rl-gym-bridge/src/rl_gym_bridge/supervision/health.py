@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 from ..failures import GymServerDied, GymStateUnknown
 from .deployment import Deployment
@@ -34,7 +34,7 @@ def dead(deployment: Deployment) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def unknown_if_unseen(component: str, address: str = "") -> Iterator[None]:
+def unknown_if_unseen(component: str, address: str = "") -> Generator[None, None, None]:
     """Make an error of this machine inside the block one that says so: what was asked about may be well.
 
     Raises:
