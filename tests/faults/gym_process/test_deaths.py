@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import signal
 import threading
 import time
@@ -141,6 +142,20 @@ def test_stopped_guardians_do_not_keep_a_shutdown_from_ending(make_gym) -> None:
     began = time.monotonic()
     gym.shutdown()
     assert time.monotonic() - began < 6.0
+    trace.gone_after()
+
+
+@rounds
+def test_guardians_without_descriptors_end_nothing_by_mistake_and_nothing_is_left(make_gym) -> None:
+    gym = make_gym(shutdown_timeout_s=1.0).start()
+    trace = Trace(gym.run_id)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for pid in guardians(gym.run_id):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, most))
+    # The guard looks for the trainer every half second.
+    time.sleep(1.2)
+    gym.health(5.0)
+    gym.shutdown()
     trace.gone_after()
 
 
