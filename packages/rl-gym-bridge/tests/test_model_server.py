@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rl_gym_bridge.postprocess import postprocess_nemo_gym_result
 from rl_gym_bridge.testing import (
     CASE_KEY,
     ByteTokenizer,
@@ -113,6 +114,33 @@ def test_b5_the_next_prompt_is_the_tokens_so_far_whatever_the_history_says(
     assert second["prompt_token_ids"] == seen + new
     assert second["content"] == "done"
     assert [call.turn for call in server.calls_of(CallKind.POLICY, "search")] == [0, 1]
+
+
+def test_b6_a_token_prompt_reaches_the_model_as_it_is_and_not_by_way_of_its_text(
+    server: ScriptedModelServer,
+) -> None:
+    """B6: text that does not lead back to its tokens, from the first sampled token to the trajectory."""
+    first = message_of(chat(server, "search"))
+    # What an engine may sample: half a character, and a control token in the middle of the text.
+    half = TOKENIZER.encode("ü")[:1]
+    sampled = [*half, TOKENIZER.think_open_id, *TOKENIZER.encode("a"), TOKENIZER.im_end_id]
+    assert TOKENIZER.encode(TOKENIZER.decode(sampled)) != sampled
+    assert TOKENIZER.encode(TOKENIZER.decode(sampled, skip_control_tokens=False)) != sampled
+    said = {
+        "role": "assistant",
+        "content": TOKENIZER.decode(sampled),
+        "prompt_token_ids": first["prompt_token_ids"],
+        "generation_token_ids": sampled,
+        "generation_log_probs": [-0.5] * len(sampled),
+    }
+    second = message_of(chat(server, "search", USER, said, USER))
+    seen = first["prompt_token_ids"] + sampled
+    prompt = list(server.calls[-1].prompt_token_ids)
+    assert prompt[: len(seen)] == seen
+    output = [{"type": "message", **said}, {"type": "message", **USER}, {"type": "message", **second}]
+    trajectory = postprocess_nemo_gym_result({"response": {"output": output}, "reward": 1.0})
+    assert list(trajectory.token_ids) == prompt + second["generation_token_ids"]
+    assert trajectory.turns[0].generation_token_ids == tuple(sampled)
 
 
 def test_a_history_without_tokens_is_rendered_to_the_same_ids(server: ScriptedModelServer) -> None:
