@@ -71,6 +71,14 @@ class Loopback:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def idles(self, *, open: int | None = None) -> None:
+        """Wait until no request runs and, if given, so many connections are open."""
+        for _ in range(1000):
+            if not self.running and open in (None, self.open):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{self.running} requests run on {self.open} connections")
+
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._serve(reader, writer, self.connections))
         self.connections += 1

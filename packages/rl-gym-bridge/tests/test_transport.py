@@ -250,8 +250,7 @@ def test_a_slow_drip_ends_at_the_deadline(make: Any, loopback: Any) -> None:
                 await transport.post(server.url, b"{}", timeout_s=0.6)
             assert 0.5 < time.monotonic() - started < 1.5
             assert caught.value.elapsed_s == pytest.approx(0.6, abs=0.4)
-            await asyncio.sleep(0.1)
-            assert server.open == 0
+            await server.idles(open=0)
 
     using(make, use)
 
@@ -318,8 +317,7 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(make: Any, loopback: 
         async with loopback(respond) as server:
             with pytest.raises(GymAnswerError, match="longer than 1000000 bytes"):
                 await transport.post(server.url, b"{}", timeout_s=10)
-            await asyncio.sleep(0.1)
-            assert server.open == 0
+            await server.idles(open=0)
 
     using(make, use, max_answer_bytes=1_000_000)
     assert sent < 40_000_000
@@ -432,12 +430,10 @@ def test_many_at_a_time_and_cancelled_ones_leave_no_socket(make: Any, loopback: 
             assert {type(end) for end in await asyncio.gather(*slow, return_exceptions=True)} == {
                 asyncio.CancelledError
             }
-            await asyncio.sleep(0.1)
-            assert server.running == 0
+            await server.idles()
             assert (await transport.post(f"{server.url}/fast", b"again", timeout_s=5)).body == b"again"
             await transport.aclose()
-            await asyncio.sleep(0.1)
-            assert server.open == 0
+            await server.idles(open=0)
 
     using(make, use)
 
@@ -451,7 +447,8 @@ def test_closing_ends_what_runs(make: Any, loopback: Any) -> None:
         async with loopback(respond) as server:
             running: Coroutine[Any, Any, Any] = transport.post(server.url, b"{}", timeout_s=30)
             task = asyncio.ensure_future(running)
-            await asyncio.sleep(0.2)
+            while not server.running:
+                await asyncio.sleep(0.01)
             await transport.aclose()
             with pytest.raises(GymConnectionLost):
                 await asyncio.wait_for(task, 5)
