@@ -163,7 +163,7 @@ def make_gym(tmp_path: Path, interpreter: GymInterpreter) -> Iterator[Callable[.
     """Makes a supervised double; keywords are its misbehaviour, and those of the settings."""
     made = []
 
-    def make(start_timeout_s: float = 30.0, shutdown_timeout_s: float = 3.0, **double: object) -> GymProcess:
+    def make(start_timeout_s: float = 30.0, shutdown_timeout_s: float = 1.5, **double: object) -> GymProcess:
         config = NemoGymConfig(
             "model",
             gym_config={"double": double},

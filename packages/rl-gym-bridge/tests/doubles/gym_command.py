@@ -1,8 +1,9 @@
-"""A double of the processes that ``gym env start`` makes, for tests of their supervision; it runs no environment.
+"""A double of the processes that ``gym env start`` makes, for tests of their supervision.
 
-What it shares with Gym: it reads its settings from ``env.yaml`` in its working folder, runs a head server that lists
-the servers, gives each server a wrapper process, starts daemons that leave the session, waits for SIGINT, and ends
-when a server ends. Its settings under ``double`` make it misbehave; see ``Behaviour``.
+It runs no environment. What it shares with Gym: it reads its settings from ``env.yaml`` in its working
+folder, runs a head server that lists the servers, gives each server a wrapper process, starts daemons that
+leave the session, waits for SIGINT, and ends when a server ends. Its settings under ``double`` make it
+misbehave; see ``Behaviour``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 SERVERS = {
     "policy_model": "responses_api_models",
@@ -46,38 +46,44 @@ class Behaviour:
         self.occupy = wanted.get("occupy")
 
 
-class Handler(BaseHTTPRequestHandler):
-    ready_at = 0.0
-    status = 200
-    instances: list = []
-    drip = False
+class Server:
+    """Answers GET at once and POST never. The library's server takes longer to import than all the rest."""
 
-    def do_GET(self) -> None:
-        if self.path == "/server_instances":
-            body, status = json.dumps(self.instances).encode(), 200
-        else:
-            body, status = b'{"status": "ok"}', self.status if time.monotonic() >= self.ready_at else 503
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.drip:
-            for byte in body:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.3)
-        self.wfile.write(body)
+    def __init__(self, host: str, port: int) -> None:
+        self.listening = socket.create_server((host, port), backlog=64)
+        self.ready_at = 0.0
+        self.status = 200
+        self.instances: list = []
+        self.drip = False
 
-    def do_POST(self) -> None:
-        time.sleep(600)
+    def serve_forever(self) -> None:
+        while True:
+            connection, _ = self.listening.accept()
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        pass
+    def answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            request = b""
+            while b"\r\n\r\n" not in request:
+                chunk = connection.recv(65536)
+                if not chunk:
+                    return
+                request += chunk
+            method, path, _ = request.split(b" ", 2)
+            if method != b"GET":
+                time.sleep(600)
+            if path == b"/server_instances":
+                body, status = json.dumps(self.instances).encode(), 200
+            else:
+                ready = time.monotonic() >= self.ready_at
+                body, status = b'{"status": "ok"}', self.status if ready else 503
+            connection.sendall(b"HTTP/1.0 %d Said\r\nContent-Length: %d\r\n\r\n" % (status, len(body)))
+            if self.drip:
+                for byte in body[:-1]:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.3)
+                body = body[-1:]
+            connection.sendall(body)
 
 
 def ignore_polite_signals() -> None:
@@ -95,10 +101,7 @@ def serve(port: int, wanted: dict, stubborn: bool) -> None:
         print("RuntimeError: the weights of this server are not there", flush=True)
         os._exit(wanted["exit_at_start"])
     time.sleep(wanted.get("listen_after_s", 0.0))
-    handler = type("ServerHandler", (Handler,), {})
-    handler.ready_at = time.monotonic() + wanted.get("ready_after_s", 0.0)
-    handler.status = wanted.get("status", 200)
-    handler.drip = wanted.get("drip", False)
+    ready_at = time.monotonic() + wanted.get("ready_after_s", 0.0)
     for _ in range(wanted.get("children", 0)):
         if os.fork() == 0:
             os.setsid()
@@ -107,10 +110,12 @@ def serve(port: int, wanted: dict, stubborn: bool) -> None:
             time.sleep(600)
             os._exit(0)
     try:
-        server = Server(("127.0.0.1", port), handler)
+        server = Server("127.0.0.1", port)
     except OSError as error:
         print(f"ERROR: [Errno {error.errno}] error while attempting to bind: {error.strerror}", flush=True)
         os._exit(1)
+    server.ready_at, server.status = ready_at, wanted.get("status", 200)
+    server.drip = wanted.get("drip", False)
     if "exit_after_s" in wanted:
         threading.Timer(wanted["exit_after_s"], os._exit, (3,)).start()
     server.serve_forever()
@@ -180,7 +185,7 @@ def main() -> None:
     taken = {head_port}
     if behaviour.occupy is not None and not os.path.exists(behaviour.occupy):
         open(behaviour.occupy, "w").close()
-        print("ERROR: [Errno 98] error while attempting to bind on address: address already in use", flush=True)
+        print("ERROR: [Errno 98] error while attempting to bind: address already in use", flush=True)
         sys.exit(1)
     wrappers = {}
     instances = []
@@ -196,12 +201,11 @@ def main() -> None:
                 "pid": pid,
             }
         )
-    handler = type("HeadHandler", (Handler,), {})
-    head = Server((settings["head_server"]["host"], head_port), handler)
+    head = Server(settings["head_server"]["host"], head_port)
     threading.Thread(target=head.serve_forever, daemon=True).start()
     try:
         time.sleep(behaviour.list_after_s)
-        handler.instances = instances
+        head.instances = instances
         while True:
             time.sleep(behaviour.poll_s)
             pid, _ = os.waitpid(-1, os.WNOHANG)
