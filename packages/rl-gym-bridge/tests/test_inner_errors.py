@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,29 @@ def passed_on(content: bytes, servers: int = 1) -> bytes:
         said = f"Hit an exception in Server{server}___name calling an inner server: {content!r}"
         content = json.dumps(said, ensure_ascii=False).encode()
     return content
+
+
+#: What Gym 0.4.0 answered where its model, its judge or its verifier did not succeed.
+REAL = json.loads((Path(__file__).parent / "doubles" / "gym_error_bodies.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [
+        ("model 400", 400),
+        ("model 408", 408),
+        ("model 501", 501),
+        ("row with bad options", 422),
+        # Gym itself asks three times after a 500, and then has nothing left to quote.
+        ("model 500", None),
+        ("model text", None),
+        # It reads the judge's error as an answer, and cuts it.
+        ("judge 400", None),
+        ("judge 500", None),
+    ],
+)
+def test_what_gym_really_answers(case: str, status: int | None) -> None:
+    assert inner_status(REAL[case].encode()) == status
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
