@@ -265,7 +265,7 @@ def test_what_had_arrived_before_a_shutdown_is_kept(head_url: str) -> None:
 def test_a_failure_that_is_the_rows_stays_one_after_a_shutdown(head_url: str) -> None:
     async def main(session: GymSession) -> list[RolloutResult]:
         results = []
-        async for result in session.run_rollouts([request(0), request(1, status=400)]):
+        async for result in session.run_rollouts([request(0), request(1, hang_s=0.2, status=400)]):
             if not results:
                 await asyncio.sleep(0.5)
                 session.shutdown()
