@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from .admission import Admission
 from .answers import parse_answer
 from .attempts import Progress, encoded, http_error, last_error, may_be_repeated
+from .ending_tasks import end_tasks
 from .failure_log import FailureLog
 from .failures import GymConfigError, GymError, GymStopped, GymTimeout, GymUnavailable
 from .requests import RolloutRequest
@@ -231,8 +232,7 @@ class GymClient:
 
         async def cancel_when_stopped(event: asyncio.Event) -> None:
             await event.wait()
-            for task in taken:
-                task.cancel()
+            await end_tasks(taken)
 
         stopping = [] if stop is None else [asyncio.ensure_future(cancel_when_stopped(stop))]
         try:
@@ -247,9 +247,7 @@ class GymClient:
             for request in waiting:
                 yield request, self._stopped(request, Progress())
         finally:
-            for task in (*taken, *stopping):
-                task.cancel()
-            await asyncio.gather(*taken, *stopping, return_exceptions=True)
+            await end_tasks((*taken, *stopping))
 
     async def _outcome(self, request: RolloutRequest, progress: Progress) -> Answer | GymError:
         try:
