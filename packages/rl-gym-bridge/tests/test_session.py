@@ -737,9 +737,12 @@ def test_a_shutdown_while_it_starts_ends_the_start(gym_python: str, tmp_path: Pa
 
 @pytest.mark.parametrize("seconds", [0.0, 0, -1.0])
 def test_a_shutdown_without_time_kills_at_once(seconds: float, gym_python: str, tmp_path: Path) -> None:
-    session = own(gym_python, tmp_path).start()
+    stubborn = {"double": {"stubborn": True}}
+    session = own(gym_python, tmp_path, shutdown_timeout_s=60.0, gym_config=stubborn).start()
     family = pids(session)
+    began = time.monotonic()
     session.shutdown(seconds)
+    assert time.monotonic() - began < 4
     assert gone(family, 1.0)
-    assert session._gym.config.shutdown_timeout_s == 3.0  # type: ignore[union-attr]
+    assert session._gym.config.shutdown_timeout_s == 60.0  # type: ignore[union-attr]
     GymSession(config()).shutdown(seconds)
