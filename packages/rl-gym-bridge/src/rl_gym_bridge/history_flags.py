@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,8 +76,6 @@ def _truth(value: Any) -> bool | None:
 def _decoded(name: Any, value: Any) -> Any:
     if name not in ("chat_template_kwargs", "extra_body") or not isinstance(value, str):
         return value
-    import json
-
     try:
         return json.loads(value)
     except ValueError:
