@@ -130,3 +130,19 @@ def test_a_start_says_what_it_could_not_see(tmp_path: Path) -> None:
         assert "Too many open files" in str(error)
         """,
     )
+
+
+def test_a_guard_does_not_take_a_trainer_that_it_cannot_see_for_gone(tmp_path: Path) -> None:
+    _in_a_child(
+        tmp_path,
+        """
+        from rl_gym_bridge.supervision.channel import Channel
+        from rl_gym_bridge.supervision.guardian import _Guard
+        own = process(os.getpid())
+        guard = _Guard({"trainer": [own.pid, own.started]}, Channel(0), os.getppid())
+        with no_descriptor():
+            assert not guard._trainer_is_gone()
+        assert not guard._trainer_is_gone()
+        assert _Guard({"trainer": [own.pid, own.started - 1]}, Channel(0), os.getppid())._trainer_is_gone()
+        """,
+    )
