@@ -94,6 +94,22 @@ def test_a_run_includes_those_that_lost_the_mark_and_their_parent() -> None:
     assert of_run(run_id) == []
 
 
+def test_what_cannot_be_seen_for_a_moment_is_looked_for_again(sleeper) -> None:
+    looks = iter([OSError(24, "Too many open files")] * 3)
+
+    def find() -> list:
+        if (error := next(looks, None)) is not None:
+            raise error
+        now = process(sleeper.pid)
+        return [] if now is None else [now]
+
+    assert end_all(find, lambda: sleeper.poll(), polite_s=0.0, total_s=5) == []
+    assert sleeper.poll() == -signal.SIGKILL
+    looks = iter([OSError(24, "Too many open files")] * 100)
+    with pytest.raises(OSError, match="Too many open files"):
+        end_all(find, lambda: None, polite_s=0.0, total_s=0.1)
+
+
 def test_the_guardian_loads_the_standard_library_only() -> None:
     folder = Path(rl_gym_bridge.supervision.__file__).parents[2]
     script = (
