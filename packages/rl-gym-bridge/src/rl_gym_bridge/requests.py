@@ -50,7 +50,7 @@ class RolloutResult:
 
 
 class RolloutRunner(Protocol):
-    """Runs rollouts and hands each over when it is finished: a Gym of this process, or one behind a Ray actor."""
+    """Runs rollouts and hands each over when it is finished: a Gym of this process or one behind an actor."""
 
     def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
         """Exactly one result per request, in the order in which they finish."""
