@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 
@@ -31,14 +32,24 @@ def group_of(file: PurePath) -> tuple[int, str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Name every test's group (for ``--dist loadgroup``) and start the longest groups first."""
-    groups = {item: group_of(PurePath(item.path.relative_to(config.rootpath))) for item in items}
-    for item, (_, name) in groups.items():
-        item.add_marker(pytest.mark.xdist_group(name))
+    """Start the longest groups first where processes share the tests; mark what lies in tests/faults."""
+    for item in items:
         if config.rootpath / "tests" / "faults" in item.path.parents:
             item.add_marker(pytest.mark.faults)
-    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: groups[item][0])
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: group_of(item.path.relative_to(config.rootpath))[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each group to one process (xdist 3.8 cannot pass names of groups on with pytest 9.2)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(PurePath(nodeid.partition("::")[0]))[1]
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")
