@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from rl_gym_bridge.admission import Admission
 from rl_gym_bridge.failures import GymConfigError
 from rl_gym_bridge.transport import descriptors
+from rl_gym_bridge.transport.admission import Admission
 from rl_gym_bridge.transport.deadline import Deadline
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_gym_bridge.answers import beginning, parse_answer
+from rl_gym_bridge.answers.parsing import beginning, parse_answer
 from rl_gym_bridge.failures import GymAnswerError
 from rl_gym_bridge.strict_json import JsonFault, loads_strict
 

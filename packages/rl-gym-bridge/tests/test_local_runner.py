@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rl_gym_bridge.answers.outcomes import OutcomeMaker
 from rl_gym_bridge.chat import ChatModelError, ChatReply, ChatRequest
 from rl_gym_bridge.client import Answer
 from rl_gym_bridge.config import EffortLevel, NemoGymConfig, RewardPenalties
@@ -19,7 +20,6 @@ from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.environment import EnvironmentDefinitionError, LocalEnvironment, RolloutResponse, Tool
 from rl_gym_bridge.failures import GymConfigError
 from rl_gym_bridge.local_runner import LocalRunner
-from rl_gym_bridge.outcomes import OutcomeMaker
 from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult
 from rl_gym_bridge.rollouts import run_nemo_gym_rollout_sync, stream_nemo_gym_rollouts

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rl_gym_bridge.attached import AttachedGym
 from rl_gym_bridge.failures import GymConfigError
+from rl_gym_bridge.supervision.attached import AttachedGym
 from rl_gym_bridge.supervision.probing import get_all
 
 Serve = Callable[[Callable[[socket.socket], None]], str]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from rl_gym_bridge.answers.outcomes import OutcomeMaker
 from rl_gym_bridge.client import Answer
 from rl_gym_bridge.config import EffortLevel, NemoGymConfig, RewardPenalties
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.errors import DatasetError
 from rl_gym_bridge.failures import GymServerDied, GymTimeout, RolloutCountError, kind_of
-from rl_gym_bridge.outcomes import OutcomeMaker
 from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult
 from rl_gym_bridge.rollout_groups import RolloutGroup

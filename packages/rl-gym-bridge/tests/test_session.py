@@ -38,7 +38,7 @@ from rl_gym_bridge.model_servers import readiness_urls
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult
 from rl_gym_bridge.retry import RetryPolicy
 from rl_gym_bridge.session import GymSession
-from rl_gym_bridge.session_health import HealthWatch
+from rl_gym_bridge.supervision.watch import HealthWatch
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, Trajectory
 
 DOUBLES = Path(__file__).parent / "doubles"

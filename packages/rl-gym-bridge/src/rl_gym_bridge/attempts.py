@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .answers import beginning
+from .answers.parsing import beginning
 from .failures import GymError, GymHttpError, GymUnavailable, kind_of
 from .inner_errors import inner_status
 from .retry import REPEATED_STATUSES

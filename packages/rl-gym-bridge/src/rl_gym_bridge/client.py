@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from .admission import Admission
-from .answers import parse_answer
+from .answers.parsing import parse_answer
 from .attempts import Progress, encoded, http_error, last_error, may_be_repeated
 from .ending_tasks import end_tasks
-from .failure_log import FailureLog
 from .failures import GymConfigError, GymError, GymStopped, GymTimeout, GymUnavailable
 from .requests import RolloutRequest
 from .retry import RetryPolicy, retry_after_s
+from .transport.admission import Admission
 from .transport.base import Transport
 from .transport.descriptors import affordable_connections
+from .transport.failure_log import FailureLog
 
 if TYPE_CHECKING:
     import asyncio

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from .addresses import checked_base_urls
 from .failures import GymConfigError
-from .history_flags import refuse_dropped_thinking
 from .retry import RetryPolicy
-from .settings_reader import as_mapping, plain, read_fields, suggestion
+from .settings.addresses import checked_base_urls
+from .settings.history_flags import refuse_dropped_thinking
+from .settings.reader import as_mapping, plain, read_fields, suggestion
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from .answer_reward import read_reward
-from .answer_text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, split_raw_text
+from .answers.reward import read_reward
+from .answers.text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, split_raw_text
 from .chat import ChatReply, ChatRequest, PromptRejected, new_prompt_tokens
 from .dataset import GymRow
 from .environment import LocalEnvironment, RolloutResponse, Tool, ToolError, Verdict

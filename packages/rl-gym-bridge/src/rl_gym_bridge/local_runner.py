@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from .answers.outcomes import failure_of
 from .chat import ChatModel
 from .config import EffortLevel, RewardPenalties
 from .dataset import GymRow
@@ -17,7 +18,6 @@ from .episode import Episode
 from .failures import GymConfigError
 from .identity import sampling_seed
 from .local import environment_of, take_turn
-from .outcomes import failure_of
 from .penalties import PenaltyTaker
 from .request_body import extras_of
 from .requests import RolloutRequest, RolloutResult

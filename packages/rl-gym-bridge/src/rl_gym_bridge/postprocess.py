@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any, Literal
 
-from .answer_reward import MAX_ABS_REWARD, check_sample_is_valid, read_reward, verifier_metrics
-from .answer_text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, read_text
+from .answers.model_calls import CallSequence, ModelCall, read_calls
+from .answers.reward import MAX_ABS_REWARD, check_sample_is_valid, read_reward, verifier_metrics
+from .answers.text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS, read_text
 from .failures import GymAnswerError, GymContinuityError, GymNoTokensError, GymTokenError
-from .model_calls import CallSequence, ModelCall, read_calls
 from .penalties import RAW_REWARD
 from .routed_experts import RoutedExperts, RoutedExpertsError, join_calls
 from .trajectory import StopReason, Trajectory, Turn

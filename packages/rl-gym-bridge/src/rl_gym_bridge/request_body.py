@@ -12,7 +12,7 @@ from .config import EffortLevel
 from .dataset import GymRow
 from .errors import DatasetError
 from .failures import GymConfigError
-from .history_flags import refuse_dropped_thinking
+from .settings.history_flags import refuse_dropped_thinking
 from .strict_json import JsonFault, loads_strict
 
 _PARAMS = "responses_create_params"

@@ -10,18 +10,18 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .attached import AttachedGym
+from .answers.outcomes import OutcomeMaker, failed
 from .config import DeferredBaseUrls, NemoGymConfig
 from .endings import GRACE_S, end_all
 from .failures import GymError, GymUnavailable, kind_of
 from .model_servers import await_model_servers
-from .outcomes import OutcomeMaker, failed
 from .process import GymProcess
 from .requests import RolloutRequest, RolloutResult
-from .session_health import HealthWatch, because
-from .shared_clients import SharedClients
+from .supervision.attached import AttachedGym
+from .supervision.watch import HealthWatch, because
 from .trajectory import FailureKind
 from .transport.choice import choose_transport
+from .transport.shared_clients import SharedClients
 
 if TYPE_CHECKING:
     import asyncio

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .failures import GymAnswerError, GymInvalidSample, GymRewardError
+from ..failures import GymAnswerError, GymInvalidSample, GymRewardError
 
 _INFRA_FAILURES = frozenset(
     {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .failures import GymConfigError, GymError
+from ..failures import GymConfigError, GymError
 
 Settings = TypeVar("Settings")
 

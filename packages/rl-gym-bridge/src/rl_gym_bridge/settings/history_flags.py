@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .failures import GymConfigError
+from ..failures import GymConfigError
 
 #: Flags of chat templates that remove earlier thinking when they are on.
 DROPS_WHEN_TRUE = frozenset(

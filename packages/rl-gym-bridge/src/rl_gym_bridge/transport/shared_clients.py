@@ -7,9 +7,9 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
-from .client import GymClient
-from .config import NemoGymConfig
-from .transport.choice import choose_transport
+from ..client import GymClient
+from ..config import NemoGymConfig
+from .choice import choose_transport
 
 if TYPE_CHECKING:
     import asyncio

@@ -7,8 +7,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from .addresses import checked_base_urls
-from .failures import (
+from ..failures import (
     GymAnswerError,
     GymConfigError,
     GymError,
@@ -17,10 +16,11 @@ from .failures import (
     GymTimeout,
     GymUnavailable,
 )
-from .supervision.health import unknown_if_unseen
-from .supervision.probing import Probe, get_all
-from .supervision.servers import AGENT_TYPE
-from .supervision.settings import is_loopback
+from ..settings.addresses import checked_base_urls
+from .health import unknown_if_unseen
+from .probing import Probe, get_all
+from .servers import AGENT_TYPE
+from .settings import is_loopback
 
 _HEAD = "head server"
 _PAUSE_S = 0.2

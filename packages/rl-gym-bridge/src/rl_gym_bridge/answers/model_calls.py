@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .failures import GymAnswerError, GymNoTokensError, GymTokenError
+from ..failures import GymAnswerError, GymNoTokensError, GymTokenError
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 # Engines round: a certain token may come back a little above 0.

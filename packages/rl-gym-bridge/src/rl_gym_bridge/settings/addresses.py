@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .failures import GymConfigError
+from ..failures import GymConfigError
 
 _FORMS = (
     "[] where there is no server, a list of http://host:port/v1, or DeferredBaseUrls for reserved addresses"

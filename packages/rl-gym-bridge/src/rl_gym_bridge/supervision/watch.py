@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
-from .failures import (
+from ..failures import (
     GymConnectionLost,
     GymError,
     GymServerDied,
@@ -17,7 +17,7 @@ from .failures import (
     GymUnavailable,
     kind_of,
 )
-from .trajectory import FailureKind
+from ..trajectory import FailureKind
 
 if TYPE_CHECKING:
     import asyncio

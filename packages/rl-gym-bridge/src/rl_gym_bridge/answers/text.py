@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .failures import GymAnswerError
+from ..failures import GymAnswerError
 
 #: Text that shows a tool call which was written instead of made.
 INVALID_TOOL_CALL_PATTERNS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .client import Answer
-from .config import NemoGymConfig
-from .failures import GymConfigError, GymError, kind_of
-from .penalties import PenaltyTaker
-from .postprocess import postprocess_nemo_gym_result
-from .requests import RolloutRequest, RolloutResult
-from .trajectory import RolloutFailure, Trajectory
+from ..client import Answer
+from ..config import NemoGymConfig
+from ..failures import GymConfigError, GymError, kind_of
+from ..penalties import PenaltyTaker
+from ..postprocess import postprocess_nemo_gym_result
+from ..requests import RolloutRequest, RolloutResult
+from ..trajectory import RolloutFailure, Trajectory
 
 #: Token fields of an answer's items, and where their text goes.
 _TEXTS = {"prompt_token_ids": "prompt_str", "generation_token_ids": "generation_str"}

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from .failures import GymAnswerError
-from .strict_json import JsonFault, loads_strict
+from ..failures import GymAnswerError
+from ..strict_json import JsonFault, loads_strict
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 #: Characters of an unusable answer that its error shows.

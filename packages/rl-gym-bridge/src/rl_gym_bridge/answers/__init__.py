@@ -1,0 +1,1 @@
+"""Reading what Gym answers: JSON, model calls, texts, rewards, and what comes of them."""
