@@ -272,8 +272,11 @@ def test_the_wheel_alone_builds_an_environment(mini: Any) -> None:
     surroundings["PATH"] = mini.settings["PATH"]
     command = empty / "bin" / "rl-actor-envs"
     assert " … built in " in run(command, "prefetch")
-    root = str(mini.only_environment())
+    built = {path.name.partition("-")[0]: str(path) for path in mini.environments.iterdir() if path.is_dir()}
+    assert built.keys() == {"ColocatedWorker", "NemoGym"}
+    root = built["ColocatedWorker"]
     assert run(command, "path", WORKER) == f"{root}\n"
+    assert run(command, "path", GYM) == f"{built['NemoGym']}\n"
     assert '"uv.lock"' in run(command, "fingerprint")
     code = f"from rl_actor_envs.runtime import make_actor_runtime_env as make; print(make({WORKER!r}))"
     assert f"'VIRTUAL_ENV': '{root}'" in run(empty / "bin" / "python", "-I", "-c", code)
