@@ -122,9 +122,9 @@ FAULTS = (
     ),
     Fault(
         "a third-party import inside a function",
-        "builder.py",
-        "        import shutil\n",
-        "        import shutil\n\n        import ray\n",
+        "clearing.py",
+        "    import shutil\n",
+        "    import shutil\n\n    import ray\n",
         ("test_package.py",),
     ),
     Fault(
@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault("uv does not keep the lock", "uv.py", "pass_fds=(self._lock_fd,)", "pass_fds=()", (KILLED,)),
     Fault(
-        "remains are not cleared up", "builder.py", "for name in held:", "for name in ():", (KILLED, DAMAGED)
+        "remains are not cleared up", "clearing.py", "for name in held:", "for name in ():", (KILLED, DAMAGED)
     ),
     Fault(
         "the second phase keeps the first one's mark",

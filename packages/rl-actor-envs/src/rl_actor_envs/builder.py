@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .clearing import clear
 from .contents import check_members, check_packages, torch_version
 from .deadline import Deadline, build_timeout_s
 from .environment import BUILDING, COMPLETE, DEPENDENCIES, Environment
@@ -88,36 +89,16 @@ class _Build:
                         f"the third-party packages of {environment.actor} are not installed: {fault}; build "
                         f"them first, with --phase dependencies or --phase all"
                     )
-                self._clear()
+                clear(
+                    environment.root,
+                    is_ours=environment.is_ours,
+                    mark=lambda: environment.mark(BUILDING),
+                    marker=BUILDING,
+                )
                 self._install_dependencies()
             if goal == COMPLETE:
                 self._install_members()
         return True
-
-    def _clear(self) -> None:
-        """Leave a directory with nothing but the mark of a builder at work.
-
-        Raises:
-            BuildError: it holds something else than an environment of ours.
-        """
-        import shutil
-
-        root = self._environment.root
-        held = os.listdir(root) if os.path.lexists(root) else []
-        if held and not self._environment.is_ours():
-            raise BuildError(
-                f"{root} exists and was not built here, so it is not replaced; move it away or choose "
-                f"another place"
-            )
-        os.makedirs(root, exist_ok=True)
-        # First the mark, then the removal: what a kill in between leaves is still known as ours.
-        self._environment.mark(BUILDING)
-        for name in held:
-            path = os.path.join(root, name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            elif name != BUILDING:
-                os.unlink(path)
 
     def _install_dependencies(self) -> None:
         environment = self._environment

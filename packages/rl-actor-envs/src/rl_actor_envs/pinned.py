@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .clearing import clear
 from .deadline import Deadline, build_timeout_s
 from .environment import BUILDING, COMPLETE
 from .errors import BuildError
@@ -141,7 +142,12 @@ def build_pinned(
         with BuildLock(f"{environment.root}.lock") as lock:
             if environment.is_complete():
                 return False
-            _clear(environment)
+            clear(
+                environment.root,
+                is_ours=lambda: _is_ours(environment),
+                mark=lambda: write_mark(environment.root, BUILDING, environment.facts),
+                marker=BUILDING,
+            )
             uv = Uv(executable, Deadline(build_timeout_s()), lock.fd)
             _install(environment, uv)
             if finish is not None:
@@ -176,31 +182,13 @@ def _install(environment: PinnedEnvironment, uv: Uv) -> None:
         )
 
 
-def _clear(environment: PinnedEnvironment) -> None:
-    """Leave a directory with nothing but the mark of a builder at work.
-
-    Raises:
-        BuildError: it holds something else than an environment of ours.
-    """
-    import shutil
-
+def _is_ours(environment: PinnedEnvironment) -> bool:
+    """Whether what lies at the root was built here, finished or not."""
     root = environment.root
-    held = os.listdir(root) if os.path.lexists(root) else []
     # A builder that is killed over its first mark leaves nothing else.
-    ours = any(_says(root, marker, environment.facts) for marker in (BUILDING, COMPLETE)) or all(
-        is_unfinished_mark(name, (BUILDING,)) for name in held
+    return any(_says(root, marker, environment.facts) for marker in (BUILDING, COMPLETE)) or all(
+        is_unfinished_mark(name, (BUILDING,)) for name in os.listdir(root)
     )
-    if held and not ours:
-        raise BuildError(f"{root} exists and was not built here, so it is not replaced; move it away")
-    os.makedirs(root, exist_ok=True)
-    # First the mark, then the removal: what a kill in between leaves is still known as ours.
-    write_mark(root, BUILDING, environment.facts)
-    for name in held:
-        path = os.path.join(root, name)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif name != BUILDING:
-            os.unlink(path)
 
 
 def _versions(paths: Sequence[str | os.PathLike[str]]) -> str:
