@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..failures import GymConnectionLost, GymError, GymTimeout, GymUnavailable
+from ..failures import GymAnswerError, GymConnectionLost, GymError, GymTimeout, GymUnavailable
 from .base import CONNECT_TIMEOUT_S, KEEPALIVE_S, MAX_ANSWER_BYTES, HttpAnswer
-from .content import check_encoding, check_length, too_long
+from .content import check_encoding, check_length, read_at_most
 from .deadline import Deadline
+from .exchange import Exchanging, said
 
 if TYPE_CHECKING:
     import aiohttp
 
 
-class AiohttpTransport:
+class AiohttpTransport(Exchanging):
     """Posts through one session of aiohttp. Needs the extra ``rl-gym-bridge[aiohttp]``.
 
     aiohttp sends a request again by itself when a kept connection breaks, but only of a method that may be
@@ -34,17 +35,6 @@ class AiohttpTransport:
         self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-
-    async def post(
-        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> HttpAnswer:
-        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        return await self._exchange("POST", url, body, timeout_s=timeout_s, headers=sent)
-
-    async def get(self, url: str, *, timeout_s: float) -> HttpAnswer:
-        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
-        return await self._exchange("GET", url, None, timeout_s=timeout_s, headers={})
 
     async def aclose(self) -> None:
         """Close every connection; requests that run lose theirs."""
@@ -73,7 +63,7 @@ class AiohttpTransport:
             raise GymError(f"not a URL ({error})", address=url) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise GymUnavailable(
-                f"no connection ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+                f"no connection ({said(error)})", address=url, elapsed_s=deadline.elapsed_s
             ) from error
         except TimeoutError as error:
             raise GymTimeout(
@@ -81,7 +71,7 @@ class AiohttpTransport:
             ) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise GymConnectionLost(
-                f"no whole answer ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+                f"no whole answer ({said(error)})", address=url, elapsed_s=deadline.elapsed_s
             ) from error
 
     async def _send(
@@ -99,19 +89,14 @@ class AiohttpTransport:
             announced = response.headers.get("Content-Length")
             check_encoding(response.headers.get("Content-Encoding", ""), url)
             check_length(announced, most, url)
-            content = b""
             if announced is not None:
                 content = await response.read()
             else:
-                chunks: list[bytes] = []
-                size = 0
-                async for chunk in response.content.iter_any():
-                    size += len(chunk)
-                    if size > most:
-                        response.close()
-                        raise too_long(most, url)
-                    chunks.append(chunk)
-                content = b"".join(chunks)
+                try:
+                    content = await read_at_most(response.content.iter_any(), most, url)
+                except GymAnswerError:
+                    response.close()
+                    raise
             return HttpAnswer(response.status, content, retry_after=response.headers.get("Retry-After", ""))
 
     def _new_session(self) -> aiohttp.ClientSession:
@@ -128,7 +113,3 @@ class AiohttpTransport:
             auto_decompress=False,
             trust_env=False,
         )
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

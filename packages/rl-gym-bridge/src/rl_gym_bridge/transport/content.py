@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable
+
 from ..failures import GymAnswerError
 
 
@@ -23,6 +25,22 @@ def check_length(announced: str | None, most: int, url: str) -> None:
     """
     if announced is not None and announced.isdecimal() and int(announced[:20]) > most:
         raise too_long(most, url)
+
+
+async def read_at_most(chunks: AsyncIterable[bytes], most: int, url: str) -> bytes:
+    """All of a content whose length nobody announced, or announced truly.
+
+    Raises:
+        GymAnswerError: it is above ``most`` bytes; the rest is not read.
+    """
+    read: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > most:
+            raise too_long(most, url)
+        read.append(chunk)
+    return b"".join(read)
 
 
 def too_long(most: int, url: str) -> GymAnswerError:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from ..failures import GymConnectionLost, GymError, GymTimeout, GymUnavailable
 from .base import CONNECT_TIMEOUT_S, KEEPALIVE_S, MAX_ANSWER_BYTES, HttpAnswer
-from .content import check_encoding, check_length, too_long
+from .content import check_encoding, check_length, read_at_most
 from .deadline import Deadline
+from .exchange import Exchanging, said
 
 if TYPE_CHECKING:
     import httpx
 
 
-class HttpxTransport:
+class HttpxTransport(Exchanging):
     """Posts through pools of httpx's own transport, the layer below its client, one request at a time each.
 
     That layer knows no cookies, no redirects, no environment and no repeats. httpx looks at every connection
@@ -40,17 +41,6 @@ class HttpxTransport:
         _settle_missing_sniffio()
         # Loading httpx takes up to a second, which must not fall into the first request's time.
         self._unused[""] = [self._new_pool()]
-
-    async def post(
-        self, url: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> HttpAnswer:
-        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        return await self._exchange("POST", url, body, timeout_s=timeout_s, headers=sent)
-
-    async def get(self, url: str, *, timeout_s: float) -> HttpAnswer:
-        """See :class:`~rl_gym_bridge.transport.base.Transport`."""
-        return await self._exchange("GET", url, None, timeout_s=timeout_s, headers={})
 
     async def aclose(self) -> None:
         """Close every connection; requests that run lose theirs."""
@@ -87,11 +77,11 @@ class HttpxTransport:
             raise GymError(f"not a URL of HTTP ({error})", address=url) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise GymUnavailable(
-                f"no connection ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+                f"no connection ({said(error)})", address=url, elapsed_s=deadline.elapsed_s
             ) from error
         except httpx.TransportError as error:
             raise GymConnectionLost(
-                f"no whole answer ({_said(error)})", address=url, elapsed_s=deadline.elapsed_s
+                f"no whole answer ({said(error)})", address=url, elapsed_s=deadline.elapsed_s
             ) from error
         finally:
             self._unused.setdefault(server, []).append(pool)
@@ -104,18 +94,10 @@ class HttpxTransport:
             most = self._max_answer_bytes
             check_encoding(response.headers.get("content-encoding", ""), url)
             check_length(response.headers.get("content-length"), most, url)
-            chunks: list[bytes] = []
-            size = 0
-            async for chunk in _stream_of(response):
-                size += len(chunk)
-                if size > most:
-                    raise too_long(most, url)
-                chunks.append(chunk)
+            content = await read_at_most(_stream_of(response), most, url)
         finally:
             await response.aclose()
-        return HttpAnswer(
-            response.status_code, b"".join(chunks), retry_after=response.headers.get("retry-after", "")
-        )
+        return HttpAnswer(response.status_code, content, retry_after=response.headers.get("retry-after", ""))
 
     def _parsed(self, url: str) -> httpx.URL:
         import httpx
@@ -161,7 +143,3 @@ def _stream_of(response: httpx.Response) -> httpx.AsyncByteStream:
     stream = response.stream
     assert isinstance(stream, httpx.AsyncByteStream)
     return stream
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
