@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import pytest
 
 from tools.distributions import Distribution
+from tools.interpreters import candidates, version_of
 
 UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 #: What the bridge may bring with it: httpx and what httpx needs, on any Python.
@@ -59,19 +60,8 @@ def empty_environment(folder: Path, python: str) -> Path:
 
 def interpreter(version: tuple[int, ...]) -> str | None:
     """Return an interpreter of `version` on PATH or under pyenv, if there is one that starts."""
-    dotted = ".".join(map(str, version))
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    candidates = [shutil.which(f"python{dotted}"), *sorted(pyenv.glob(f"{dotted}.*/bin/python"))]
-    for candidate in filter(None, candidates):
-        done = subprocess.run(
-            [str(candidate), "-c", "import sys; print(*sys.version_info[:2], sep='.')"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        if done.returncode == 0 and done.stdout.strip() == dotted:
-            return str(candidate)
-    return None
+    found = candidates(".".join(map(str, version)))
+    return next((python for python in found if version_of(python) == version), None)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+
+from tools.interpreters import candidates, version_of
 
 MINIMUM = (3, 12)
 #: Names the interpreter to use.
@@ -42,12 +43,8 @@ def base_python(named: str | None = None) -> str:
 
 
 def _candidates() -> Iterator[str]:
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
     for minor in _MINORS:
-        on_path = shutil.which(f"python{minor}")
-        if on_path:
-            yield on_path
-        yield from map(str, sorted(pyenv.glob(f"{minor}.*/bin/python"), reverse=True))
+        yield from candidates(minor)
     uv = shutil.which("uv")
     if uv:
         asked = [uv, "python", "find", "--no-project", "--no-python-downloads", f">={_dotted(MINIMUM)}"]
@@ -59,18 +56,8 @@ def _candidates() -> Iterator[str]:
 
 
 def _fits(python: str) -> bool:
-    """Whether it runs (pyenv's shims often do not) and is new enough."""
-    try:
-        done = subprocess.run(
-            [python, "-I", "-S", "-c", f"import sys; sys.exit(sys.version_info < {MINIMUM})"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    version = version_of(python)
+    return version is not None and version >= MINIMUM
 
 
 def _dotted(version: tuple[int, ...]) -> str:
