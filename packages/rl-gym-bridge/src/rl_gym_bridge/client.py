@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import time
 import uuid
@@ -17,6 +16,7 @@ from .ending_tasks import end_tasks
 from .failures import GymConfigError, GymError, GymStopped, GymTimeout, GymUnavailable
 from .requests import RolloutRequest
 from .retry import RetryPolicy, retry_after_s
+from .suggestions import did_you_mean
 from .transport.admission import Admission
 from .transport.base import Transport
 from .transport.descriptors import affordable_connections
@@ -277,12 +277,10 @@ class GymClient:
     def _url_of(self, agent: str) -> str:
         url = self._urls.get(agent)
         if url is None:
-            close = difflib.get_close_matches(agent, self._urls, n=1)
-            known = ", ".join(sorted(self._urls)) or "none"
             raise GymConfigError(
                 f"Gym runs no agent {agent!r}",
                 component=agent,
-                remedy=f"did you mean {close[0]!r}?" if close else f"known: {known}",
+                remedy=did_you_mean(agent, self._urls) or f"known: {', '.join(sorted(self._urls)) or 'none'}",
             )
         return url
 

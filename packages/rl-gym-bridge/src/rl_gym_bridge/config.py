@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from .answers.text import INVALID_TOOL_CALL_PATTERNS, THINKING_TAGS
 from .failures import GymConfigError
 from .retry import RetryPolicy
+from .routed_experts import TYPE_CODES
 from .settings.addresses import checked_base_urls
 from .settings.history_flags import refuse_dropped_thinking
 from .settings.reader import as_mapping, plain, read_fields, suggestion
@@ -25,7 +27,6 @@ _ARGUMENTS = frozenset(
 )
 #: Keys of the bridge that Gym reads, too.
 _SHARED = frozenset({"num_gpu_nodes"})
-_EXPERT_TYPES = ("uint8", "int8", "int16", "int32")
 #: How alike a key of Gym's and one of ours may be before somebody is asked.
 _NEAR_MISS = 0.82
 
@@ -150,13 +151,8 @@ class NemoGymConfig:
     token_capture: Mapping[str, Any] | None = None
     num_gpu_nodes: int = 0
     python: str | None = None
-    invalid_tool_call_patterns: tuple[str, ...] = (
-        "<tool_call>",
-        "</tool_call>",
-        "<function_call>",
-        "</function_call>",
-    )
-    thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    invalid_tool_call_patterns: tuple[str, ...] = INVALID_TOOL_CALL_PATTERNS
+    thinking_tags: tuple[str, str] = THINKING_TAGS
     on_discontinuity: Literal["fail", "keep_prefix"] = "fail"
     penalties: RewardPenalties = field(default_factory=RewardPenalties)
     effort_levels: tuple[EffortLevel, ...] = ()
@@ -178,7 +174,7 @@ class NemoGymConfig:
             "the name under which the policy is served",
         )
         dtype = self.routed_experts_dtype
-        _check(dtype in _EXPERT_TYPES, "routed_experts_dtype", dtype, f"one of {', '.join(_EXPERT_TYPES)}")
+        _check(dtype in TYPE_CODES, "routed_experts_dtype", dtype, f"one of {', '.join(TYPE_CODES)}")
         _check(self.num_gpu_nodes >= 0, "num_gpu_nodes", self.num_gpu_nodes, "at least 0")
         _check(self.max_concurrency >= 1, "max_concurrency", self.max_concurrency, "at least 1")
         for name in ("start_timeout_s", "rollout_timeout_s", "shutdown_timeout_s"):

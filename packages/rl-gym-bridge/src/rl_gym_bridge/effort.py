@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from .config import EffortLevel
 from .dataset import GymRow
 from .errors import DatasetError
+from .suggestions import did_you_mean
 
 FIELD = "effort"
 
@@ -51,8 +51,7 @@ def _by_name(name: object, levels: Sequence[EffortLevel], row_id: str) -> Effort
         if level.name == name:
             return level
     names = [level.name for level in levels]
-    close = get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the levels are {', '.join(names)}"
+    hint = did_you_mean(str(name), names) or f"the levels are {', '.join(names)}"
     raise DatasetError(
         f"row {row_id!r} asks for {name!r}, which is no effort level", field=FIELD, remedy=hint
     )

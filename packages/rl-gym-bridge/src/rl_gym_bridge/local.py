@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from .environment import (
 )
 from .episode import Episode
 from .identity import group_name, rollout_name, sampling_seed
+from .suggestions import did_you_mean
 from .trajectory import FailureKind, RolloutFailure, Trajectory
 
 __all__ = [
@@ -143,10 +143,8 @@ def environment_of(row: GymRow, environments: Mapping[str, LocalEnvironment]) ->
     """
     environment = environments.get(row.agent)
     if environment is None:
-        close = difflib.get_close_matches(row.agent, environments, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(environments)) or 'none'}"
-        )
+        known = f"known: {', '.join(sorted(environments)) or 'none'}"
+        hint = did_you_mean(row.agent, environments) or known
         raise EnvironmentDefinitionError(
             f"row {row.row_id!r} wants the environment {row.agent!r}, which is not there; {hint}"
         )

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-_TYPE_CODES = {"int8": "b", "uint8": "B", "int16": "h", "int32": "i"}
+#: Integer types that choices are kept in, with their codes in :mod:`array`.
+TYPE_CODES = {"int8": "b", "uint8": "B", "int16": "h", "int32": "i"}
 _ENVELOPE = "nrlre1"
 
 
@@ -49,15 +50,15 @@ class RoutedExperts:
         Raises:
             RoutedExpertsError: the value is neither, is ragged, or holds something that ``dtype`` cannot.
         """
-        if dtype not in _TYPE_CODES:
+        if dtype not in TYPE_CODES:
             raise RoutedExpertsError(
-                f"there is no integer type {dtype!r}; use one of {', '.join(_TYPE_CODES)}"
+                f"there is no integer type {dtype!r}; use one of {', '.join(TYPE_CODES)}"
             )
         tokens, layers, top_k, flat = (
             _from_text(recorded) if isinstance(recorded, str) else _from_lists(recorded)
         )
         try:
-            packed = array(_TYPE_CODES[dtype], flat)
+            packed = array(TYPE_CODES[dtype], flat)
         except (OverflowError, TypeError) as error:
             raise RoutedExpertsError(f"an expert's number does not fit {dtype} ({error})") from error
         if min(packed) < 0:
@@ -123,7 +124,7 @@ def _from_text(recorded: str) -> tuple[int, int, int, array[int]]:
         if name != _ENVELOPE:
             raise ValueError(f"it begins with {name!r}")
         tokens, layers, top_k = (int(size) for size in shape.split("x"))
-        flat = array(_TYPE_CODES[dtype])
+        flat = array(TYPE_CODES[dtype])
         flat.frombytes(b64decode(encoded, validate=True))
     except (ValueError, KeyError) as error:
         raise RoutedExpertsError(

@@ -6,14 +6,14 @@ Pure Python and immutable, so that a Gym author needs nothing else to read or ma
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from .routed_experts import RoutedExperts
 
 # Engines round: a certain token may come back a little above 0.
-_LARGEST_LOGPROB = 1e-4
+LARGEST_LOGPROB = 1e-4
 
 
 class StopReason(str, Enum):
@@ -71,10 +71,10 @@ class Turn:
                 f"a turn has {len(self.generation_token_ids)} sampled tokens but "
                 f"{len(self.generation_logprobs)} log-probabilities; they must correspond one to one"
             )
-        if _are_logprobs(self.generation_logprobs):
+        if are_logprobs(self.generation_logprobs):
             return
         for index, logprob in enumerate(self.generation_logprobs):
-            if not math.isfinite(logprob) or logprob > _LARGEST_LOGPROB:
+            if not math.isfinite(logprob) or logprob > LARGEST_LOGPROB:
                 raise TrajectoryError(
                     f"sampled token {index} has log-probability {logprob}, not a finite number <= 0"
                 )
@@ -160,13 +160,13 @@ class Trajectory:
         return sum(len(turn.generation_token_ids) for turn in self.turns)
 
 
-def _are_logprobs(values: tuple[float, ...]) -> bool:
+def are_logprobs(values: Sequence[float]) -> bool:
     """Whether all are finite and ≤ 0; at C speed, for answers of tens of thousands of tokens."""
     if not values:
         return True
     total = sum(values)
     # A NaN anywhere makes the sum one; without any, min and max are reliable.
-    return total == total and min(values) > -math.inf and max(values) <= _LARGEST_LOGPROB
+    return total == total and min(values) > -math.inf and max(values) <= LARGEST_LOGPROB
 
 
 class FailureKind(str, Enum):

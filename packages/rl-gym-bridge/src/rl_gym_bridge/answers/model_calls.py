@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..failures import GymAnswerError, GymNoTokensError, GymTokenError
+from ..trajectory import LARGEST_LOGPROB, are_logprobs
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-# Engines round: a certain token may come back a little above 0.
-_LARGEST_LOGPROB = 1e-4
 _LARGEST_FLOAT = sys.float_info.max
 _LARGEST_ID = 2**31 - 1
 
@@ -202,13 +201,10 @@ def _checked_logprobs(values: Any, where: str) -> list[float]:
     """A list of finite numbers ≤ 0, up to rounding, as floats."""
     if not isinstance(values, list):
         raise GymTokenError(f"{where} is {_shown(values)}, not a list")
-    if values and set(map(type, values)) == {float}:
-        total = sum(values)
-        # A NaN anywhere makes the sum one; without any, min and max are reliable.
-        if total == total and max(values) <= _LARGEST_LOGPROB and min(values) > float("-inf"):
-            return values
+    if set(map(type, values)) == {float} and are_logprobs(values):
+        return values
     for index, value in enumerate(values):
-        if type(value) not in (int, float) or not -_LARGEST_FLOAT <= value <= _LARGEST_LOGPROB:
+        if type(value) not in (int, float) or not -_LARGEST_FLOAT <= value <= LARGEST_LOGPROB:
             raise GymTokenError(f"{where}[{index}] is {_shown(value)}, not a finite number <= 0")
     return [float(value) for value in values]
 

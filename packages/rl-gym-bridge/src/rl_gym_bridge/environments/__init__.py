@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from ..environment import EnvironmentDefinitionError, LocalEnvironment
+from ..suggestions import did_you_mean
 from .calculator import calculator
 from .exact_answer import exact_answer
 from .final_number import final_number
@@ -27,9 +26,8 @@ def get_environment(name: str) -> LocalEnvironment:
     """
     factory = _FACTORIES.get(name)
     if factory is None:
-        close = difflib.get_close_matches(name, _FACTORIES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hints = [did_you_mean(name, _FACTORIES), f"known: {', '.join(environment_names())}"]
         raise EnvironmentDefinitionError(
-            f"there is no ready-made environment {name!r}; {hint}known: {', '.join(environment_names())}"
+            f"there is no ready-made environment {name!r}; {' '.join(filter(None, hints))}"
         )
     return factory()

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..failures import GymConfigError, GymError
+from ..suggestions import did_you_mean
 
 Settings = TypeVar("Settings")
 
@@ -87,11 +88,8 @@ def as_mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 def suggestion(name: str, known: Mapping[str, Any] | Sequence[str], cutoff: float = 0.6) -> str:
     """``" (did you mean 'x'?)"`` for the closest known name, or nothing."""
-    # Only a mistake needs it, and the bridge has to start fast.
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    hint = did_you_mean(name, known, cutoff=cutoff)
+    return f" ({hint})" if hint else ""
 
 
 @cache

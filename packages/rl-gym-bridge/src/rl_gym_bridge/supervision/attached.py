@@ -97,7 +97,7 @@ class AttachedGym:
         with unknown_if_unseen(_HEAD, self.head_url):
             probes = get_all([f"{url}/" for url in addresses.values()], timeout_s=timeout_s)
         problems = {
-            name: probes[f"{url}/"].problem or f"answers with status {probes[f'{url}/'].status}"
+            name: probes[f"{url}/"].complaint
             for name, url in addresses.items()
             # A head server need not have a page there.
             if probes[f"{url}/"].status != 200 and not (name == _HEAD and probes[f"{url}/"].status)

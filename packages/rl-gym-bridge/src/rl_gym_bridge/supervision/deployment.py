@@ -157,7 +157,7 @@ class Deployment:
                 if probe.status == 200:
                     del waiting[name]
                 else:
-                    reasons[name] = probe.problem or f"answers with status {probe.status}"
+                    reasons[name] = probe.complaint
             if gone:
                 if port_was_taken(self.log):
                     raise PortTaken(f"{', '.join(gone)} could not listen")

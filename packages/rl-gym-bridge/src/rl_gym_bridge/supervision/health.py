@@ -67,7 +67,7 @@ def unwell(deployment: Deployment, timeout_s: float) -> dict[str, str]:
     probes = get_all(addresses.values(), timeout_s=timeout_s)
     for name, url in addresses.items():
         if probes[url].status != 200:
-            problems[name] = probes[url].problem or f"answers with status {probes[url].status}"
+            problems[name] = probes[url].complaint
     return problems
 
 

@@ -33,6 +33,11 @@ class Probe:
     body: bytes
     problem: str
 
+    @property
+    def complaint(self) -> str:
+        """Why this is no 200: no whole answer, or another status."""
+        return self.problem or f"answers with status {self.status}"
+
 
 def get_all(urls: Iterable[str], *, timeout_s: float) -> Mapping[str, Probe]:
     """GET every URL once, all at the same time; returns after at most ``timeout_s`` seconds.
