@@ -130,16 +130,18 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
     def make(kind: str) -> tuple[Path, PreTrainedModel]:
         if kind not in made:
-            torch.manual_seed(1)
-            transformers.utils.logging.disable_progress_bar()
-            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    # Norms and biases are ones and zeros when new, which would hide a mix-up.
-                    if "norm" in name:
-                        weight.add_(0.1 * torch.randn_like(weight))
-                    elif name.endswith("bias"):
-                        weight.copy_(0.1 * torch.randn_like(weight))
+            # Whichever test asks first: its own random numbers are none of the model's.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                transformers.utils.logging.disable_progress_bar()
+                model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+                with torch.no_grad():
+                    for name, weight in model.named_parameters():
+                        # Norms and biases are ones and zeros when new, which would hide a mix-up.
+                        if "norm" in name:
+                            weight.add_(0.1 * torch.randn_like(weight))
+                        elif name.endswith("bias"):
+                            weight.copy_(0.1 * torch.randn_like(weight))
             directory = tmp_path_factory.mktemp(kind)
             model.save_pretrained(directory)
             made[kind] = directory, model
