@@ -8,11 +8,20 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from .failures import GenerationError
+
+__all__ = [
+    "Completion",
+    "EngineStopReason",
+    "Generation",
+    "GenerationError",
+    "GenerationRequest",
+    "RefitSpec",
+    "RefitTensor",
+    "SamplingParams",
+]
+
 EngineStopReason = Literal["stop", "length", "aborted"]
-
-
-class GenerationError(RuntimeError):
-    """An engine that cannot do what was asked; names the backend, the input and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +76,26 @@ class Completion:
     ``logprobs[i]`` is the natural-log probability of ``token_ids[i]`` under the distribution that
     it was actually sampled from (temperature, top-k and top-p applied; for greedy decoding, of the
     untempered distribution).
+
+    Attributes:
+        token_ids: what was sampled, the stop token included.
+        logprobs: one per token.
+        stop_reason: why it ended.
+        weight_version: of the weights that sampled the last token.
+        token_versions: one per token, where weights changed on the way; empty means ``weight_version``
+            for all.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: EngineStopReason
     weight_version: int
+    token_versions: tuple[int, ...] = ()
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Version of the weights that sampled each token."""
+        return self.token_versions or (self.weight_version,) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Data-parallel replicas of one engine: which may serve, who serves what, what is restarted."""

@@ -1,0 +1,1 @@
+"""Rollouts by TensorRT-LLM. Importing this imports neither TensorRT-LLM nor Ray."""

@@ -1,0 +1,1 @@
+"""Rollouts by vLLM. Importing this imports neither vLLM nor Ray."""
