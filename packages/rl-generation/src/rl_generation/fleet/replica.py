@@ -27,26 +27,21 @@ class ReplicaFacts:
     pid: int
 
 
-class Replica(RefitTarget, Protocol):
-    """One engine, in this process or elsewhere. Every call ends within a deadline of the implementation's.
+class Engine(RefitTarget, Protocol):
+    """What a replica and the actor that it may stand for have in common.
 
-    Failures are the types of :mod:`rl_generation.failures`; an ``infra`` one may be tried on another replica.
+    Every call ends within a deadline. Failures are the types of :mod:`rl_generation.failures`; an ``infra``
+    one may be tried on another replica.
     """
 
-    @property
-    def name(self) -> str:
-        """Stands in every error and log line."""
-        ...
+    async def start(self, *, stale: bool = False) -> ReplicaFacts:
+        """Start the process, or start it again after it died, and load the initial weights.
 
-    async def reserve(self) -> str | None:
-        """Bind the server's socket before the engine loads; its URL, or ``None`` if this one serves no HTTP.
-
-        Until :meth:`start` returns, requests to it are answered with a typed 503.
+        Args:
+            stale: the initial weights are of an old version, so nothing is sampled from them: before a refit
+                completes, every request, over HTTP too, is answered with
+                :class:`~rl_generation.failures.StaleWeightsError` (a 503).
         """
-        ...
-
-    async def start(self) -> ReplicaFacts:
-        """Start the process, or start it again after it died, and load the initial weights."""
         ...
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -74,13 +69,46 @@ class Replica(RefitTarget, Protocol):
         ...
 
     async def health(self) -> dict[str, Any]:
-        """Facts for the log."""
+        """Facts for the log.
+
+        ``sampled_tokens``, if an engine counts them, grows while it works: then a probe that waits behind
+        real work does not make the replica suspect.
+        """
+        ...
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """Release everything; idempotent, returns within ``timeout_s``."""
+        ...
+
+
+class Replica(Engine, Protocol):
+    """One engine as the fleet sees it, in this process or elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """Stands in every error and log line."""
+        ...
+
+    async def reserve(self) -> str | None:
+        """Bind the server's socket before the engine loads; its URL, or ``None`` if this one serves no HTTP.
+
+        Until :meth:`start` returns, requests to it are answered with a typed 503. After a death the same
+        address is bound again where that is possible.
+        """
         ...
 
     async def kill(self) -> None:
         """End the process at once; idempotent, never raises."""
         ...
 
-    async def shutdown(self, timeout_s: float) -> None:
-        """Ask it to release everything, then end it; idempotent, returns within ``timeout_s``."""
+
+class EngineActor(Engine, Protocol):
+    """What an actor class offers, so that :class:`~rl_generation.fleet.ray_replica.RayReplica` can use it.
+
+    Its constructor takes settings only and does nothing that can fail: Ray passes on what a method raises,
+    and of a constructor only a text.
+    """
+
+    async def reserve(self, port: int = 0) -> str | None:
+        """As :meth:`Replica.reserve`; ``port`` is the one to bind if it is free, 0 is any."""
         ...
