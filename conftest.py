@@ -1,4 +1,4 @@
-"""What the whole suite shares: how it is spread over processes, and a real Gym.
+"""What the whole suite shares: how it is spread over processes, a real Gym and a real vLLM.
 
 Tests that share an expensive fixture stay together, and go first.
 """
@@ -13,6 +13,7 @@ import pytest
 
 #: Files and folders whose tests share something expensive, longest first; other files are groups of their own
 TOGETHER = (
+    "tests/vllm_environment",
     "tests/e2e/test_variants.py",
     "tests/image",
     "tests/e2e",
@@ -67,3 +68,14 @@ def gym_python() -> str:
     except (ActorEnvironmentError, GymConfigError, NoPythonError) as error:
         pytest.fail(f"{error}\n(these tests need a real NeMo Gym: see docs/gym.md)", pytrace=False)
     return str(python)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of `.venv-vllm`, which the front door installs if need be."""
+    from tools.vllm_environment import NoEnvironmentError, vllm_python
+
+    try:
+        return str(vllm_python(Path(__file__).resolve().parent))
+    except NoEnvironmentError as error:
+        pytest.fail(str(error), pytrace=False)

@@ -1,6 +1,6 @@
 """Installs the pinned hatch and uv into this checkout when they are missing, then becomes hatch.
 
-Started by `./hatch`. Standard library only. Everything it writes is under `.hatch/` and `.venv/`.
+Started by `./hatch`. Standard library only. What it writes is below `.hatch/`, `.venv/` and `.venv-vllm/`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from pathlib import Path
 INSTALL_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = 1800.0
 
+#: environment of `hatch.toml` -> the files below requirements/ that it was installed from
+ENVIRONMENTS = {
+    ".venv": ("dev.txt",),
+    ".venv-vllm": ("vllm.txt", "overrides.txt"),
+}
+
 
 class BootstrapError(RuntimeError):
     """The front door could not be set up; the message says what to install or run."""
@@ -32,7 +38,8 @@ def main(arguments: list[str]) -> None:
     state = root / ".hatch"
     with exclusive(state / "lock"):
         install_front_door(root, state)
-        drop_stale_environment(root, state)
+        for name in ENVIRONMENTS:
+            drop_stale_environment(root, state, name)
     # hatch would write a default configuration into the home folder, and refuses one that does not exist.
     (state / "config.toml").touch()
     hatch = state / "boot" / "bin" / "hatch"
@@ -109,18 +116,24 @@ def install_front_door(root: Path, state: Path) -> None:
     stamp.write_text(key)
 
 
-def drop_stale_environment(root: Path, state: Path) -> None:
-    """Remove `.venv` when its pins are not the lock's any more, which hatch cannot see, or it was moved."""
-    key = digest((root / "requirements" / "dev.txt").read_bytes(), bytes(root))
-    stamp, venv = state / "venv.key", root / ".venv"
+def drop_stale_environment(root: Path, state: Path, name: str) -> None:
+    """Remove an environment whose pins are not the lock's any more, which hatch cannot see, or that was moved."""
+    key = environment_key(root, name)
+    stamp, venv = state / f"{name.removeprefix('.')}.key", root / name
     if read(stamp) == key and (venv / "bin" / "python").exists():
         return
     if venv.is_symlink():
         venv.unlink()
     elif venv.exists():
-        say("the lock or the checkout's place has changed: installing .venv anew")
+        say(f"the lock or the checkout's place has changed: installing {name} anew")
         shutil.rmtree(venv)
     stamp.write_text(key)
+
+
+def environment_key(root: Path, name: str) -> str:
+    """What the environment `name` is made from, pins and place."""
+    pins = [(root / "requirements" / file).read_bytes() for file in ENVIRONMENTS[name]]
+    return digest(*pins, bytes(root))
 
 
 def environment(state: Path, current: os._Environ[str] | dict[str, str]) -> dict[str, str]:

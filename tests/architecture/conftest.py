@@ -29,7 +29,7 @@ def copied_workspace(root: Path, tmp_path: Path) -> Path:
     """The sources and declarations of the workspace, without tests and generated files."""
     copy = tmp_path / "workspace"
     copy.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__", "tests", "dist", ".venv")
+    ignore = shutil.ignore_patterns("__pycache__", "tests", "dist", ".venv", ".venv-vllm")
     for folder in ("packages", "apps", "tools", "docker"):
         shutil.copytree(root / folder, copy / folder, ignore=ignore)
     for name in ("pyproject.toml", "hatch.toml", "uv.lock", "LICENSE"):

