@@ -1,0 +1,157 @@
+"""The policy's side of a refit: its stream of tensors, handed out bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from ..failures import GenerationError, RefitError
+from ..protocol import RefitSpec, RefitTensor
+from .background import in_background, result_of
+from .buckets import BucketFiller, capacity_for
+from .contract import Bucket, TransportName
+from .manifest import Described, Tally, spec_of
+from .settings import TransportSettings
+from .transports.base import Sender
+from .transports.registry import make_sender
+
+SpecFunction = Callable[[], Iterable[Described]]
+StreamFunction = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A refit between begin and end."""
+
+    sender: Sender
+    filler: BucketFiller
+    tally: Tally
+    ahead: Future[Bucket | None] | None = None
+    ended: bool = False
+
+
+class TensorSource:
+    """A :class:`~rl_generation.refit.contract.WeightSource` over a policy's own description and stream.
+
+    While engines load one bucket, the next is packed in a thread, if the transport has room for two. So the
+    weights must not change between ``begin`` and ``end``.
+
+    Args:
+        spec: name, shape and dtype of everything that ``stream`` yields.
+        stream: names in HF layout and tensors, in any order; called once for each refit.
+        settings: of the transports.
+        name: stands in errors.
+    """
+
+    def __init__(
+        self,
+        spec: SpecFunction,
+        stream: StreamFunction,
+        settings: TransportSettings | None = None,
+        name: str = "policy",
+    ) -> None:
+        self._spec = spec
+        self._stream = stream
+        self._settings = settings or TransportSettings()
+        self._name = name
+        self._running: _Running | None = None
+
+    def begin(self, transport: TransportName) -> RefitSpec:
+        """Announce everything, and start to pack.
+
+        Raises:
+            RefitError: the last refit was not ended, the announcement is no good, or there is no room.
+            UnavailableBackendError: what the transport needs is missing here.
+        """
+        if self._running is not None:
+            raise RefitError(f"{self._name}: begin was called during a refit; call end first")
+        spec = spec_of(self._spec())
+        tally = Tally(self._name, spec)
+        sender = make_sender(transport, self._settings)
+        running = _Running(sender, BucketFiller(self._checked(tally)), tally)
+        try:
+            sender.open(capacity_for(spec, self._settings.bucket_bytes))
+        except BaseException:
+            sender.close()
+            raise
+        self._running = running
+        if sender.slots > 1:
+            running.ahead = self._pack_ahead(running)
+        return spec
+
+    def next_bucket(self) -> Bucket | None:
+        """Hand out the next part; the one before is no longer needed. ``None`` after the last.
+
+        Raises:
+            RefitError: called outside a refit, the stream failed or did not yield what was announced, or the
+                other side of a collective is silent.
+        """
+        running = self._running
+        if running is None:
+            raise RefitError(f"{self._name}: next_bucket was called outside a refit; call begin first")
+        if running.ended:
+            return None
+        if running.ahead is None:
+            bucket = self._pack(running)
+        else:
+            bucket = result_of(running.ahead, self._settings.timeout_s, f"{self._name}: packing a bucket")
+        if bucket is None:
+            running.ended = True
+            return None
+        if running.ahead is not None:
+            running.ahead = self._pack_ahead(running)
+        running.sender.send(bucket)
+        return bucket
+
+    def end(self) -> None:
+        """Let go of what was published; idempotent, also after a failure in between."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            if running.ahead is not None:
+                # Its outcome is nobody's concern any more, but it reads the weights.
+                running.ahead.exception(self._settings.timeout_s)
+        except TimeoutError as error:
+            raise RefitError(f"{self._name}: the stream of weights hangs; restart the policy") from error
+        finally:
+            running.sender.close()
+
+    def _pack_ahead(self, running: _Running) -> Future[Bucket | None]:
+        # The current device belongs to a thread, and the stream may ask for it.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def work() -> Bucket | None:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return self._pack(running)
+
+        return in_background(work, f"{self._name}-packing")
+
+    def _pack(self, running: _Running) -> Bucket | None:
+        # Asked for even after the last tensor: a collective says here what became of the last bucket.
+        buffer = running.sender.buffer()
+        try:
+            filled = running.filler.fill(buffer)
+        except GenerationError:
+            raise
+        except Exception as error:
+            missing = running.tally.missing
+            raise RefitError(
+                f"{self._name}: the stream of weights failed with {len(missing)} tensors to come"
+                f"{f', the next being {missing[0]}' if missing else ''}: {type(error).__name__}: {error}"
+            ) from error
+        if filled is None:
+            running.tally.require_all()
+            return None
+        return running.sender.publish(filled)
+
+    def _checked(self, tally: Tally) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._stream():
+            described = [RefitTensor(name, tuple(tensor.shape), tensor.dtype)]
+            tally.check(described)
+            tally.cross_off(described)
+            yield name, tensor

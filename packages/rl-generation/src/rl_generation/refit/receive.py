@@ -1,0 +1,46 @@
+"""What an engine's process does with a bucket: opens it, whichever way it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .contract import Bucket, TransportName
+from .settings import TransportSettings
+from .transports.base import Receiver
+from .transports.registry import make_receiver
+
+
+class BucketReader:
+    """Opens buckets of any transport; one for each process that loads weights.
+
+    Args:
+        settings: those of the policy's side.
+    """
+
+    def __init__(self, settings: TransportSettings | None = None) -> None:
+        self._settings = settings or TransportSettings()
+        self._receivers: dict[TransportName, Receiver] = {}
+
+    def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of one bucket, without a copy where the transport can.
+
+        Load each as it comes and take all of them: they are valid until the last was taken. They may be
+        read-only; whoever keeps one copies it.
+
+        Raises:
+            RefitError: the bytes cannot be reached, or are not what the bucket says.
+            UnavailableBackendError: what the transport needs is missing here.
+        """
+        receiver = self._receivers.get(bucket.transport)
+        if receiver is None:
+            receiver = make_receiver(bucket.transport, self._settings)
+            self._receivers[bucket.transport] = receiver
+        return receiver.tensors(bucket)
+
+    def close(self) -> None:
+        """Give back what transports hold; idempotent. Between refits or at the end."""
+        while self._receivers:
+            _, receiver = self._receivers.popitem()
+            receiver.close()

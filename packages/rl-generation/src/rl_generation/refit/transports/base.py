@@ -1,0 +1,91 @@
+"""What every transport does on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from ...failures import RefitError
+from ..buckets import Filled, view
+from ..contract import Bucket, TransportName
+
+
+class Sender(Protocol):
+    """The policy's side, for one refit: open, then buffer, publish, send for each bucket, then close."""
+
+    @property
+    def slots(self) -> int:
+        """Buckets whose bytes are kept at the same time; with two, one is packed while another is read."""
+        ...
+
+    def open(self, capacity: int) -> None:
+        """Get buffers of ``capacity`` bytes.
+
+        Raises:
+            RefitError: there is no room for them.
+            UnavailableBackendError: what the transport needs is missing here.
+        """
+        ...
+
+    def buffer(self) -> torch.Tensor:
+        """``[capacity]`` uint8: where to pack the next bucket. The one ``slots`` buckets ago lay there."""
+        ...
+
+    def publish(self, filled: Filled) -> Bucket:
+        """Make the buffer that was packed last reachable."""
+        ...
+
+    def send(self, bucket: Bucket) -> None:
+        """Called when the bucket is handed out; returns without waiting for whoever takes it."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent, whatever went wrong before."""
+        ...
+
+
+class Receiver(Protocol):
+    """The engine's side; may serve many refits."""
+
+    def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, without a copy where the transport can.
+
+        They are valid until the last of them was taken; whoever keeps one copies it.
+
+        Raises:
+            RefitError: the bytes cannot be reached, or are not what the bucket says.
+            UnavailableBackendError: what the transport needs is missing here.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        ...
+
+
+def require_transport(bucket: Bucket, name: TransportName) -> None:
+    """Refuse a bucket that came by another way.
+
+    Raises:
+        RefitError: naming both ways.
+    """
+    if bucket.transport != name:
+        raise RefitError(f"refit: a bucket sent by {bucket.transport} was opened as {name}")
+
+
+def tensors_in(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of a whole received buffer, all checked before the first is given.
+
+    Args:
+        buffer: ``[nbytes]`` uint8.
+        bucket: what lies in it.
+
+    Raises:
+        RefitError: the buffer is shorter than the bucket says, or a place is outside it.
+    """
+    if buffer.numel() < bucket.nbytes:
+        raise RefitError(f"refit: received {buffer.numel()} bytes of a bucket of {bucket.nbytes}")
+    views = [(place.name, view(buffer[: bucket.nbytes], place)) for place in bucket.tensors]
+    yield from views
