@@ -22,6 +22,22 @@ class RequestError(GenerationError):
     """A request that no replica can serve."""
 
 
+class InvalidRequestError(RequestError):
+    """A request that asks for something malformed, unknown, or impossible to score afterwards.
+
+    Args:
+        message: what is wrong and what to do about it.
+        parameter: the field at fault, empty where it is the request as a whole.
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.parameter)
+
+
 class ContextOverflowError(RequestError):
     """A prompt that leaves no room for a single token.
 
