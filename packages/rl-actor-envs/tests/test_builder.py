@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 
 from rl_actor_envs import builder
 from rl_actor_envs.builder import build_environment
+from rl_actor_envs.deadline import Deadline
 from rl_actor_envs.environment import Environment, actor_environment, driver_environment
 from rl_actor_envs.errors import BuildError, UvError, UvMissingError
-from rl_actor_envs.uv import child_environment
+from rl_actor_envs.uv import Uv, child_environment
 from rl_actor_envs.workspace import Workspace
 
 WORKER = "rl_app_core.workers.ColocatedWorker"
@@ -347,15 +349,43 @@ def test_a_failure_of_the_second_phase_does_not_pass_for_the_first(mini: Any) ->
     assert mini.calls(" pip sync ") == 2
 
 
+class AtWork(Deadline):
+    """Up as soon as a file is there, however long the machine takes until then."""
+
+    def __init__(self, seconds: float, file: Path) -> None:
+        super().__init__(seconds)
+        self._file = file
+
+    @property
+    def left_s(self) -> float:
+        end = time.monotonic() + 50
+        while not self._file.exists():
+            assert time.monotonic() < end, "uv did not come to its work"
+            time.sleep(0.01)
+        return 0.0
+
+
 def test_a_uv_that_does_not_end_is_ended_with_its_children(
     mini: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RL_ACTOR_ENVS_BUILD_TIMEOUT_S", "1")
     pids = mini.folder / "pids"
-    mini.shim(f'case "$*" in *"pip sync"*) sleep 60 & echo $! $$ >{pids}; echo at work >&2; wait;; esac')
+    mini.shim(
+        f'case "$*" in *"pip sync"*) sleep 300 & echo at work >&2; echo $! $$ >{pids}.new; '
+        f"mv {pids}.new {pids}; wait;; esac"
+    )
     environment = worker(mini)
-    with pytest.raises(UvError, match=r"(?s)1 s.*RL_ACTOR_ENVS_BUILD_TIMEOUT_S.*at work"):
-        build_environment(environment)
+    run = Uv.run
+
+    def run_until_at_work(uv: Uv, *arguments: str, folder: str) -> str:
+        if "sync" in arguments:
+            uv._deadline = AtWork(uv._deadline.seconds, pids)
+        return run(uv, *arguments, folder=folder)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("RL_ACTOR_ENVS_BUILD_TIMEOUT_S", "60")
+        patch.setattr(Uv, "run", run_until_at_work)
+        with pytest.raises(UvError, match=r"(?s)`uv pip sync.*60 s.*RL_ACTOR_ENVS_BUILD_TIMEOUT_S.*at work"):
+            build_environment(environment)
     for pid in pids.read_text().split():
         mini.wait_for(lambda pid=pid: not _alive(int(pid)))
     mini.shim()

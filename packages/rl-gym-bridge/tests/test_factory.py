@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -412,30 +413,32 @@ def test_a_session_that_ends_within_its_own_grace_is_not_said_to_hang(
 
 
 class Environment:
-    """Something with ``shutdown``."""
+    """Something with ``shutdown``, which waits for something."""
 
-    def __init__(self, wait_s: float = 0.0, error: BaseException | None = None) -> None:
-        self.wait_s, self.error = wait_s, error
+    def __init__(self, wait: Callable[[], object] = lambda: None, error: BaseException | None = None) -> None:
+        self.wait, self.error = wait, error
         self.asked: list[float] = []
 
     def shutdown(self, timeout_s: float) -> None:
         self.asked.append(timeout_s)
-        time.sleep(self.wait_s)
+        self.wait()
         if self.error is not None:
             raise self.error
 
 
 def test_environments_end_at_the_same_time() -> None:
-    environments = [Environment(0.3) for _ in range(10)]
-    began = time.monotonic()
-    shutdown_environments(environments, 5.0)
-    assert time.monotonic() - began < 1.5
-    assert [each.asked for each in environments] == [[5.0]] * 10
+    # Nobody goes on before all of them are there.
+    meeting = threading.Barrier(10)
+    environments = [Environment(lambda: meeting.wait(20)) for _ in range(10)]
+    shutdown_environments(environments, 25.0)
+    assert [each.asked for each in environments] == [[25.0]] * 10
 
 
 def test_all_are_tried_before_the_first_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     errors = [OSError("a"), None, KeyboardInterrupt("b"), None]
-    environments = {str(index): Environment(0.05, error) for index, error in enumerate(errors)}
+    environments = {
+        str(index): Environment(lambda: time.sleep(0.05), error) for index, error in enumerate(errors)
+    }
     with pytest.raises(OSError, match="a") as caught:
         shutdown_environments(environments, 1.0)
     assert caught.value is errors[0]
@@ -446,11 +449,15 @@ def test_all_are_tried_before_the_first_error_is_raised(caplog: pytest.LogCaptur
 def test_one_that_hangs_does_not_hold_the_others_or_the_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_gym_bridge.factory.GRACE_S", 0.2)
     monkeypatch.setattr("rl_gym_bridge.factory.LAYER_S", 0.0)
-    hanging, fine = Environment(3.0), Environment()
+    released = threading.Event()
+    hanging, fine = Environment(lambda: released.wait(60)), Environment()
     began = time.monotonic()
-    with pytest.raises(GymTimeout, match="Environment 0: it did not end"):
-        shutdown_environments([hanging, fine], 0.1)
-    assert time.monotonic() - began < 1.5
+    try:
+        with pytest.raises(GymTimeout, match="Environment 0: it did not end"):
+            shutdown_environments([hanging, fine], 0.1)
+        assert time.monotonic() - began < 20
+    finally:
+        released.set()
     assert fine.asked == [0.1]
 
 

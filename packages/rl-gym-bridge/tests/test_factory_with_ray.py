@@ -196,13 +196,13 @@ def test_rollouts_through_a_real_actor_stream_as_they_finish(
     async def stream() -> list[RolloutResult]:
         began = time.monotonic()
         results = []
-        async for result in handle.run_rollouts([request(0, hang_s=1.5), request(1), request(2, status=429)]):
+        async for result in handle.run_rollouts([request(0, hang_s=3.0), request(1), request(2, status=429)]):
             arrived[result.request.rollout_id] = time.monotonic() - began
             results.append(result)
         return results
 
     results = {result.request.rollout_id: result for result in asyncio.run(stream())}
-    assert arrived["r1"] < 1.2 < arrived["r0"]
+    assert arrived["r1"] + 0.5 < arrived["r0"]
     assert isinstance(results["r0"].outcome, Trajectory)
     assert results["r0"].outcome.token_ids == (1, 2, 3, 4)
     assert results["r1"].answer is not None
@@ -475,7 +475,7 @@ def test_a_gym_that_does_not_start_leaves_neither_actor_nor_process(
     work = tmp_path / "work"
     section = {"python": gym_python, "work_dir": str(work)}
     with pytest.raises(GymStartError, match=r"answers") as caught:
-        spinup({**section, "start_timeout_s": 3.0, "double": {"servers": {"answers": {"status": 503}}}})
+        spinup({**section, "double": {"servers": {"answers": {"exit_at_start": 1}}}})
     assert type(caught.value) is GymStartError
     wait_until(lambda: not gym_processes(work), 5.0)
     with pytest.raises(GymConfigError, match="no such program"):

@@ -15,12 +15,15 @@ from rl_gym_bridge.supervision.attached import AttachedGym
 from rl_gym_bridge.supervision.probing import get_all
 
 Serve = Callable[[Callable[[socket.socket], None]], str]
+# Set at a test's end, when servers that would go on for longer give up.
+ENDED = threading.Event()
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Runs a server that treats each connection as told; returns its address."""
     listening: list[socket.socket] = []
+    ENDED.clear()
 
     def start(treat: Callable[[socket.socket], None]) -> str:
         server = socket.create_server(("127.0.0.1", 0))
@@ -37,6 +40,7 @@ def serve() -> Iterator[Serve]:
         return f"http://127.0.0.1:{server.getsockname()[1]}/"
 
     yield start
+    ENDED.set()
     for server in listening:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
@@ -61,12 +65,13 @@ def test_status_and_body(serve: Serve) -> None:
 @pytest.mark.faults
 def test_many_hanging_servers_cost_one_deadline_together(serve: Serve) -> None:
     def hang(connection: socket.socket) -> None:
-        time.sleep(2)
+        ENDED.wait(60)
 
     urls = [serve(hang) for _ in range(20)]
     began = time.monotonic()
     probes = get_all(urls, timeout_s=0.4)
-    assert time.monotonic() - began < 1.2
+    # One after the other they would cost 8 s.
+    assert time.monotonic() - began < 6
     assert {probe.problem for probe in probes.values()} == {"did not answer within 0.4 s"}
     assert len(probes) == 20
 
@@ -75,15 +80,17 @@ def test_many_hanging_servers_cost_one_deadline_together(serve: Serve) -> None:
 def test_a_server_that_drips_does_not_stretch_the_deadline(serve: Serve) -> None:
     def drip(connection: socket.socket) -> None:
         connection.recv(4096)
-        for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok":
+        for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + b"x" * 999:
             connection.sendall(bytes([byte]))
-            time.sleep(0.05)
+            if ENDED.wait(0.05):
+                return
 
     url = serve(drip)
     began = time.monotonic()
-    probe = get_all([url], timeout_s=0.4)[url]
-    assert time.monotonic() - began < 0.8
-    assert probe.problem == "answered only in part within 0.4 s"
+    probe = get_all([url], timeout_s=0.8)[url]
+    # All of it would take 50 s.
+    assert time.monotonic() - began < 10
+    assert probe.problem == "answered only in part within 0.8 s"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +112,8 @@ def test_a_closed_port_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
     began = time.monotonic()
-    assert get_all([url], timeout_s=5)[url].problem == "refuses connections"
-    assert time.monotonic() - began < 1
+    assert get_all([url], timeout_s=60)[url].problem == "refuses connections"
+    assert time.monotonic() - began < 10
 
 
 def test_names_are_resolved_within_the_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +124,7 @@ def test_names_are_resolved_within_the_deadline(serve: Serve, monkeypatch: pytes
 
     def resolve(host: str, *_: object, **__: object) -> list:
         if host == "hung.example":
-            released.wait(20)
+            released.wait(60)
         if host != "gym.example":
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0))
@@ -133,7 +140,7 @@ def test_names_are_resolved_within_the_deadline(serve: Serve, monkeypatch: pytes
         )
         began = time.monotonic()
         probe = get_all([hung], timeout_s=0.3)[hung]
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert probe.problem == "cannot be reached: its name was not resolved in time"
     finally:
         released.set()

@@ -278,10 +278,11 @@ def test_a_steady_stream_is_no_stall_however_long_it_takes() -> None:
     class Steady(Runner):
         async def run_rollouts(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutResult]:
             for request in requests:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.15)
                 yield sample(request)
 
-    assert len(asyncio.run(groups_of(Steady(all_good), stall_timeout_s=0.25))) == 4
+    # The eight of them take longer than one alone may.
+    assert len(asyncio.run(groups_of(Steady(all_good), stall_timeout_s=1.0))) == 4
 
 
 def test_a_runner_that_ignores_its_cancellation_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

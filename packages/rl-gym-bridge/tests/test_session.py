@@ -43,6 +43,8 @@ from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, Trajectory
 
 DOUBLES = Path(__file__).parent / "doubles"
 ONCE = RetryPolicy(infra_attempts=1)
+# Less than any deadline that must not be waited for, and more than a busy machine takes.
+SOON_S = 15.0
 AGENT = "the_agent"
 
 
@@ -193,8 +195,17 @@ def test_a_tokenizer_adds_text_to_the_answers_that_are_kept(head_url: str) -> No
     assert isinstance(after.outcome, Trajectory)
 
 
-def running_at(url: str) -> int:
-    return int(httpx.get(f"{url}/running", trust_env=False).text)
+def counted_at(url: str, what: str) -> int:
+    """How many rollouts the agent is ``running``, or has ``answered``."""
+    return int(httpx.get(f"{url}/{what}", trust_env=False).text)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Ask in another thread until it holds, which a busy machine may take a while for."""
+    end = time.monotonic() + SOON_S
+    while not await asyncio.to_thread(holds):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("layer", ["session", "actor"])
@@ -207,14 +218,10 @@ def test_leaving_early_leaves_no_task_and_nothing_that_runs_at_the_agent(layer: 
         runner = session if layer == "session" else actor
         rollouts = runner.run_rollouts([request(0), *(request(n, hang_s=60) for n in range(1, 20))])
         assert (await anext(rollouts)).request.rollout_id == "r0"
-        while await asyncio.to_thread(running_at, url) < 19:
-            await asyncio.sleep(0.01)
+        await until(lambda: counted_at(url, "running") == 19)
         await rollouts.aclose()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        end = time.monotonic() + 5
-        while await asyncio.to_thread(running_at, url):
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await until(lambda: counted_at(url, "running") == 0)
         await actor.shutdown()
 
     asyncio.run(main())
@@ -230,17 +237,21 @@ def test_what_had_arrived_before_a_shutdown_is_kept(head_url: str) -> None:
             twice,
             twice,
         ]
+        url = session.agents[AGENT]
         async for result in session.run_rollouts(many):
             if not results:
                 # All that is quick has been answered, and none of it is read.
-                await asyncio.sleep(1.0)
+                await until(lambda: counted_at(url, "answered") == 20 and counted_at(url, "running") == 7)
+                await asyncio.sleep(0.3)
                 session.shutdown()
                 await asyncio.sleep(0.05)
             results.append(result)
         return results
 
+    began = time.monotonic()
     with GymSession(config(), head_url=head_url) as session:
         results = asyncio.run(main(session))
+    took = time.monotonic() - began
     kept = [result for result in results if isinstance(result.outcome, Trajectory)]
     assert sorted(result.request.rollout_id for result in kept) == sorted(f"r{n}" for n in range(20))
     ended = [result for result in results if isinstance(result.outcome, RolloutFailure)]
@@ -259,15 +270,17 @@ def test_what_had_arrived_before_a_shutdown_is_kept(head_url: str) -> None:
             "the session was shut down meanwhile; the rollout at the_agent was ended" in failure(result).error
         )
         assert result.attempts == 1
-        assert 0.9 < result.seconds < 5
+        assert 0.3 < result.seconds < took
 
 
 def test_a_failure_that_is_the_rows_stays_one_after_a_shutdown(head_url: str) -> None:
     async def main(session: GymSession) -> list[RolloutResult]:
         results = []
+        url = session.agents[AGENT]
         async for result in session.run_rollouts([request(0), request(1, hang_s=0.2, status=400)]):
             if not results:
-                await asyncio.sleep(0.5)
+                await until(lambda: counted_at(url, "answered") == 2)
+                await asyncio.sleep(0.3)
                 session.shutdown()
             results.append(result)
         return results
@@ -408,8 +421,8 @@ def test_a_shutdown_ends_rollouts_at_a_gym_that_goes_on(head_url: str) -> None:
     session = GymSession(config(), head_url=head_url).start()
     threading.Timer(0.5, session.shutdown).start()
     began = time.monotonic()
-    results = run(session, *(request(n, hang_s=15) for n in range(5)))
-    assert time.monotonic() - began < 3
+    results = run(session, *(request(n, hang_s=60) for n in range(5)))
+    assert time.monotonic() - began < SOON_S
     assert len(results) == 5
     for result in results:
         assert failure(result).kind is FailureKind.INFRA
@@ -441,7 +454,7 @@ def test_a_head_server_that_is_not_there_is_waited_for_and_then_named() -> None:
     began = time.monotonic()
     with pytest.raises(GymUnavailable, match=rf"head server at http://127\.0\.0\.1:{port}/server_instances"):
         GymSession(config(start_timeout_s=0.5), head_url=f"http://127.0.0.1:{port}").start()
-    assert 0.2 < time.monotonic() - began < 3
+    assert 0.2 < time.monotonic() - began < SOON_S
 
 
 def test_a_listed_server_that_does_not_answer_is_named(other_gym: Callable[..., tuple[str, Any]]) -> None:
@@ -449,7 +462,7 @@ def test_a_listed_server_that_does_not_answer_is_named(other_gym: Callable[..., 
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         head, _ = other_gym("200", url)
         with pytest.raises(GymTimeout, match="judge: did not answer") as caught:
-            GymSession(config(start_timeout_s=1.0), head_url=head).start()
+            GymSession(config(start_timeout_s=2.0), head_url=head).start()
     assert caught.value.component == "judge"
 
 
@@ -471,7 +484,7 @@ def test_an_agent_that_went_away_is_named_in_the_failures(
         results = run(session, *(request(n) for n in range(50)))
         with pytest.raises(GymServerDied, match="the_agent: refuses connections"):
             asyncio.run(session.health_check())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
     assert len(results) == 50
     for result in results:
         assert failure(result).kind is FailureKind.INFRA
@@ -531,7 +544,7 @@ def test_the_addresses_at_which_a_server_says_that_it_is_ready() -> None:
 def test_the_first_rollout_waits_for_deferred_model_servers_and_later_ones_do_not(head_url: str) -> None:
     ports = free_ports(2)
     urls = tuple(f"http://127.0.0.1:{port}/v1" for port in ports)
-    settings = config(base_urls=DeferredBaseUrls(urls, 10.0))
+    settings = config(base_urls=DeferredBaseUrls(urls, 30.0))
     began = time.monotonic()
     with GymSession(settings, head_url=head_url) as session:
         started = time.monotonic() - began
@@ -540,8 +553,9 @@ def test_the_first_rollout_waits_for_deferred_model_servers_and_later_ones_do_no
             waited = time.monotonic() - began - started
         # They are gone again; nobody asks any more.
         (later,) = run(session, request())
-    assert started < 2
-    assert 0.7 < waited < 5
+    # Neither waits for all of the time that the servers have.
+    assert started < 20
+    assert 0.7 < waited < 20
     assert isinstance(result.outcome, Trajectory)
     assert isinstance(later.outcome, Trajectory)
 
@@ -554,7 +568,7 @@ def test_a_deferred_model_server_that_does_not_come_up_is_named(head_url: str) -
         began = time.monotonic()
         with pytest.raises(GymStartError) as caught:
             run(session, request())
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
         # It is asked again next time.
         with engine(ports[1], "/health", 0.0), engine(ports[2], "/health", 0.0):
             (result,) = run(session, request())
@@ -586,7 +600,7 @@ def test_a_shutdown_while_it_waits_for_model_servers_ends_the_wait(head_url: str
     timer.start()
     began = time.monotonic()
     results = run(session, request(0), request(1))
-    assert 0.4 < time.monotonic() - began < 3
+    assert 0.4 < time.monotonic() - began < SOON_S
     assert sorted(result.request.rollout_id for result in results) == ["r0", "r1"]
     for result in results:
         assert failure(result).kind is FailureKind.INFRA
@@ -603,7 +617,7 @@ def test_a_death_while_it_waits_for_model_servers_ends_the_wait(gym_python: str,
         threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
         began = time.monotonic()
         (result,) = run(session, request(agent="answers_agent"))
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < SOON_S
     assert failure(result).error.startswith("GymServerDied: answers")
     assert result.attempts == 0
 
@@ -702,7 +716,7 @@ def test_a_server_that_is_killed_while_rollouts_wait_for_it_is_named_at_once(
         took = time.monotonic() - began
         with pytest.raises(GymServerDied, match="answers"):
             run(session, request(agent="answers_agent"))
-    assert took < 3
+    assert took < SOON_S
     assert sorted(result.request.rollout_id for result in results) == sorted(f"r{n}" for n in range(30))
     for result in results:
         assert failure(result).kind is FailureKind.INFRA
@@ -716,7 +730,7 @@ def test_a_shutdown_ends_rollouts_that_run(gym_python: str, tmp_path: Path) -> N
         threading.Timer(0.5, session.shutdown, (2.0,)).start()
         began = time.monotonic()
         results = run(session, *(request(n, agent="answers_agent") for n in range(5)))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < SOON_S
         assert gone(family)
     assert len(results) == 5
     for result in results:
@@ -730,7 +744,7 @@ def test_a_shutdown_while_it_starts_ends_the_start(gym_python: str, tmp_path: Pa
     began = time.monotonic()
     with pytest.raises(GymStartError, match="shut down"):
         session.start()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < SOON_S
     with pytest.raises(GymUnavailable):
         run(session, request())
 

@@ -39,11 +39,12 @@ class Head(BaseHTTPRequestHandler):
 
 class Agent(Head):
     running = 0
+    answered = 0
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        if self.path == "/running":
-            self.answer(200, str(Agent.running).encode())
+        if self.path in ("/running", "/answered"):
+            self.answer(200, str(getattr(Agent, self.path[1:])).encode())
         else:
             self.answer(200, b"{}")
 
@@ -63,6 +64,8 @@ class Agent(Head):
                 self.answer(200, wanted["body"].encode())
             else:
                 self.answer(200, json.dumps(rollout(row, wanted.get("reward", 1.0))).encode())
+            with self.lock:
+                Agent.answered += not left
         except OSError:
             pass
         finally:
