@@ -75,6 +75,10 @@ class DeadlineError(InfraError):
     """No answer within the deadline."""
 
 
+class UnschedulableError(InfraError):
+    """No node has, or had in time, the resources that the engine asks for."""
+
+
 class NotReadyError(InfraError):
     """The address is reserved, and the engine behind it still loads."""
 
