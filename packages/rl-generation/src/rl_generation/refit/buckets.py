@@ -57,11 +57,11 @@ def capacity_for(spec: RefitSpec, bucket_bytes: int) -> int:
     """Bytes of a buffer that holds a bucket of this refit.
 
     That is ``bucket_bytes``, less where everything needs less, and more only where one tensor is larger:
-    such a tensor travels alone.
+    such a tensor travels alone. Never 0.
     """
     sizes = [tensor_bytes(tensor) for tensor in spec.tensors]
     everything = sum(map(aligned, sizes))
-    return max([min(bucket_bytes, everything), *sizes])
+    return max([ALIGNMENT, min(bucket_bytes, everything), *sizes])
 
 
 def view(buffer: torch.Tensor, place: TensorPlace) -> torch.Tensor:

@@ -31,6 +31,7 @@ class _Running:
     tally: Tally
     ahead: Future[Bucket | None] | None = None
     ended: bool = False
+    failure: BaseException | None = None
 
 
 class TensorSource:
@@ -92,19 +93,15 @@ class TensorSource:
         running = self._running
         if running is None:
             raise RefitError(f"{self._name}: next_bucket was called outside a refit; call begin first")
-        if running.ended:
-            return None
-        if running.ahead is None:
-            bucket = self._pack(running)
-        else:
-            bucket = result_of(running.ahead, self._settings.timeout_s, f"{self._name}: packing a bucket")
-        if bucket is None:
-            running.ended = True
-            return None
-        if running.ahead is not None:
-            running.ahead = self._pack_ahead(running)
-        running.sender.send(bucket)
-        return bucket
+        if running.failure is not None:
+            raise RefitError(
+                f"{self._name}: this refit has failed; call end and begin again"
+            ) from running.failure
+        try:
+            return None if running.ended else self._next_bucket(running)
+        except BaseException as error:
+            running.failure = error
+            raise
 
     def end(self) -> None:
         """Let go of what was published; idempotent, also after a failure in between."""
@@ -119,6 +116,19 @@ class TensorSource:
             raise RefitError(f"{self._name}: the stream of weights hangs; restart the policy") from error
         finally:
             running.sender.close()
+
+    def _next_bucket(self, running: _Running) -> Bucket | None:
+        if running.ahead is None:
+            bucket = self._pack(running)
+        else:
+            bucket = result_of(running.ahead, self._settings.timeout_s, f"{self._name}: packing a bucket")
+        if bucket is None:
+            running.ended = True
+            return None
+        if running.ahead is not None:
+            running.ahead = self._pack_ahead(running)
+        running.sender.send(bucket)
+        return bucket
 
     def _pack_ahead(self, running: _Running) -> Future[Bucket | None]:
         # The current device belongs to a thread, and the stream may ask for it.

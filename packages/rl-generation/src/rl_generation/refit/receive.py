@@ -26,8 +26,9 @@ class BucketReader:
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of one bucket, without a copy where the transport can.
 
-        Load each as it comes and take all of them: they are valid until the last was taken. They may be
-        read-only; whoever keeps one copies it.
+        What can go wrong does so in the call itself, before the first tensor is given. Load each as it
+        comes and take all of them: they are valid until the last was taken. They may be read-only; whoever
+        keeps one copies it.
 
         Raises:
             RefitError: the bytes cannot be reached, or are not what the bucket says.

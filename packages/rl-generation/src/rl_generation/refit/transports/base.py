@@ -50,7 +50,7 @@ class Receiver(Protocol):
     """The engine's side; may serve many refits."""
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, without a copy where the transport can.
+        """Names and tensors, without a copy where the transport can; opened and checked by the call itself.
 
         They are valid until the last of them was taken; whoever keeps one copies it.
 
@@ -76,7 +76,7 @@ def require_transport(bucket: Bucket, name: TransportName) -> None:
 
 
 def tensors_in(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of a whole received buffer, all checked before the first is given.
+    """Views of a whole received buffer, all checked by the call itself.
 
     Args:
         buffer: ``[nbytes]`` uint8.
@@ -88,4 +88,4 @@ def tensors_in(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torc
     if buffer.numel() < bucket.nbytes:
         raise RefitError(f"refit: received {buffer.numel()} bytes of a bucket of {bucket.nbytes}")
     views = [(place.name, view(buffer[: bucket.nbytes], place)) for place in bucket.tensors]
-    yield from views
+    return iter(views)

@@ -142,7 +142,7 @@ class CollectiveReceiver:
         self._received += 1
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(backend))
         _broadcast(self._group, buffer, self._settings, f"the policy at {host}:{port}")
-        yield from tensors_in(buffer, bucket)
+        return tensors_in(buffer, bucket)
 
     def close(self) -> None:
         """Leave the group; idempotent."""

@@ -96,11 +96,17 @@ class CudaIpcReceiver:
         device, handle = locate(bucket.location, uuids)
         storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
         buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
-        yield from tensors_in(buffer, bucket)
-        torch.cuda.synchronize(device)
+        return _then_wait(tensors_in(buffer, bucket), device)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _then_wait(
+    tensors: Iterator[tuple[str, torch.Tensor]], device: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from tensors
+    torch.cuda.synchronize(device)
 
 
 def describe(gpu: str, shared: Sequence[Any]) -> dict[str, Any]:

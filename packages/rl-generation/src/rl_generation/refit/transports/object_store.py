@@ -80,7 +80,7 @@ class ObjectStoreReceiver:
                 f"refit: a bucket of {bucket.nbytes} bytes did not come out of Ray's store within "
                 f"{self._timeout_s:g} s: {type(error).__name__}"
             ) from error
-        yield from tensors_in(_as_tensor(received), bucket)
+        return tensors_in(_as_tensor(received), bucket)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -21,6 +21,8 @@ PREFIX = "rl-generation-refit-"
 
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{16}")
 _ATTEMPTS = 16
+# Of linux/mman.h; Python has no name for it.
+_MADV_POPULATE_READ = 22
 
 
 def shared_folder(folder: str = "") -> str:
@@ -116,12 +118,15 @@ def map_segment(path: str, offset: int, nbytes: int, folder: str) -> torch.Tenso
         memory = mmap.mmap(
             descriptor,
             nbytes,
-            flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0),
+            flags=mmap.MAP_PRIVATE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=offset,
         )
     finally:
         os.close(descriptor)
+    # Saves a tenth of the time; kernels before 5.14 refuse. MAP_POPULATE would copy every page.
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_POPULATE_READ)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -129,30 +134,29 @@ def sweep(folder: str) -> list[str]:
     """Unlink this user's segments whose owners are dead.
 
     Returns:
-        Their paths.
+        Their paths; what cannot be looked at is left alone.
     """
-    swept = []
-    for entry in os.scandir(folder):
-        if not _NAME.fullmatch(entry.name):
-            continue
-        # Others sweep as well, and owners unlink.
-        with contextlib.suppress(OSError):
-            if _unlink_if_dead(entry.path):
-                swept.append(entry.path)
-    return swept
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    paths = [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
+    return [path for path in paths if _unlink_if_dead(path)]
 
 
 def _unlink_if_dead(path: str) -> bool:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    # Others sweep as well, and owners unlink.
+    with contextlib.closing(os.fdopen(descriptor)), contextlib.suppress(OSError):
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return True
-    finally:
-        os.close(descriptor)
+        if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            return True
+    return False
 
 
 def _create(folder: str) -> tuple[str, int]:

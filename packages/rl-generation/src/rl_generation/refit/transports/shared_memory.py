@@ -86,7 +86,7 @@ class SharedMemoryReceiver:
         except (KeyError, TypeError, ValueError) as error:
             raise RefitError(f"refit: {bucket.location!r} is no place in shared memory") from error
         # A mapping for each bucket: whatever a reader wrote into the last one is gone with it.
-        yield from tensors_in(map_segment(path, offset, bucket.nbytes, self._folder), bucket)
+        return tensors_in(map_segment(path, offset, bucket.nbytes, self._folder), bucket)
 
     def close(self) -> None:
         """Nothing is held."""
