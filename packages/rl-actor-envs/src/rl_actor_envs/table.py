@@ -21,6 +21,9 @@ DECLARED_EXTRAS = ("mcore", "vllm", "vllm-cpu", "trtllm", "gym")
 
 ACTOR_ENVIRONMENTS: dict[str, list[str] | None] = {
     "rl_app_core.workers.ColocatedWorker": ["mcore"],
+    "rl_generation.trtllm.worker.TrtllmWorker": ["trtllm"],
+    "rl_generation.vllm.worker.VllmCpuWorker": ["vllm-cpu"],
+    "rl_generation.vllm.worker.VllmWorker": ["vllm"],
     "rl_gym_bridge.actor.NemoGym": ["gym"],
 }
 """Fully qualified actor class → extras, in order; ``None`` is the driver's own interpreter."""
