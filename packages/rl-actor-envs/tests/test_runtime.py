@@ -38,9 +38,10 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         if name.startswith("RL_ACTOR_ENVS_"):
             monkeypatch.delenv(name)
     folder = tmp_path / "workspace"
-    (folder / "apps" / "container").mkdir(parents=True)
+    (folder / "apps" / "container" / "trtllm").mkdir(parents=True)
     (folder / "apps" / "container" / "pyproject.toml").write_text("")
-    (folder / "uv.lock").write_text("version = 1\n")
+    for lock in ("uv.lock", "apps/container/trtllm/uv.lock"):
+        (folder / lock).write_text("version = 1\n")
     monkeypatch.setenv("RL_ACTOR_ENVS_WORKSPACE", str(folder))
     monkeypatch.setenv("RL_ACTOR_ENVS_DIR", str(tmp_path / "envs"))
     return folder
