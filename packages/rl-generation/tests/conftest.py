@@ -79,7 +79,14 @@ def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
 
     attention = _core_attention_class()
 
-    def build(*, seed: int = 0, tied: bool = True, context: int = 128, **overrides: Any) -> Any:
+    def build(
+        *,
+        seed: int = 0,
+        tied: bool = True,
+        context: int = 128,
+        vocab: int = PADDED_VOCAB,
+        **overrides: Any,
+    ) -> Any:
         torch.manual_seed(seed)
         settings: dict[str, Any] = dict(
             num_layers=2,
@@ -111,7 +118,7 @@ def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
         return GPTModel(
             config,
             spec,
-            vocab_size=PADDED_VOCAB,
+            vocab_size=vocab,
             max_sequence_length=context,
             position_embedding_type="rope",
             rotary_base=10000,

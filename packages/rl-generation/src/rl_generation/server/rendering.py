@@ -79,10 +79,7 @@ class ChatRenderer:
             InvalidRequestError: the template refuses them, or the tokens they carry cannot be those.
         """
         settings = dict(template_settings or {})
-        reserved = sorted(_RESERVED & set(settings))
-        if reserved:
-            name = f"chat_template_kwargs.{reserved[0]}"
-            raise InvalidRequestError(f"server: {name} is the server's own; leave it out", name)
+        check_template_settings(settings)
         plain = [message.model_dump(exclude_none=True) for message in messages]
 
         async def render(conversation: list[dict[str, Any]], with_header: bool) -> str:
@@ -125,15 +122,28 @@ class ChatRenderer:
         return str(text)
 
 
-def turn_end_tokens(tokenizer: ChatTokenizer) -> tuple[int, ...]:
+def check_template_settings(settings: Mapping[str, Any] | None) -> None:
+    """Raise :class:`InvalidRequestError` where variables for the template would change how it is called."""
+    reserved = sorted(_RESERVED & set(settings or ()))
+    if reserved:
+        name = f"chat_template_kwargs.{reserved[0]}"
+        raise InvalidRequestError(f"server: {name} is the server's own; leave it out", name)
+
+
+def turn_end_tokens(tokenizer: ChatTokenizer, chat_template: str | None = None) -> tuple[int, ...]:
     """The tokens that end an assistant's turn: the chat template's own, and the end of sequence.
 
     Only a token that ordinary text never becomes counts as the template's own.
+
+    Args:
+        tokenizer: with a chat template.
+        chat_template: used instead of the tokenizer's.
     """
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-    text = str(
-        tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
-    ).rpartition(_MARKER)[2]
+    rendered = tokenizer.apply_chat_template(
+        conversation, chat_template=chat_template, tokenize=False, add_generation_prompt=False
+    )
+    text = str(rendered).rpartition(_MARKER)[2]
     behind = tokenizer.encode(text, add_special_tokens=False)[:1]
     ends = [token for token in behind if token in tokenizer.added_tokens_decoder]
     if tokenizer.eos_token_id is not None:

@@ -1,8 +1,8 @@
 """Earlier turns as the very tokens that they were, whatever their text would be tokenised to.
 
 Decoding and encoding again is not the identity, so a prompt is never built from the text of an answer that
-was sampled. Of a conversation whose message ``i`` carries its tokens, only what the chat template puts *behind*
-that message is tokenised. It is found by rendering the conversation with a marker in the message's place.
+was sampled. Of a conversation whose message ``i`` carries its tokens, only what the chat template puts
+*behind* that message is tokenised. It is found by rendering the conversation with a marker in its place.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _marker(messages: ChatMessages) -> str:
 
 def _scattered() -> InvalidRequestError:
     return InvalidRequestError(
-        "server: the chat template changes an assistant's text, so that tokens cannot be kept over turns; use "
-        "a template that writes it out as it is",
+        "server: the chat template changes an assistant's text, so that tokens cannot be kept over turns; "
+        "use a template that writes it out as it is",
         "messages",
     )
