@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_generation import SamplingParams
-from rl_generation.sampling import draw, greedy, sampling_logprobs
+from rl_generation.sampling import draw, greedy, sampling_logprobs, sampling_probabilities
 
 INF = float("inf")
 
@@ -29,6 +29,15 @@ def test_f6_defaults_filter_nothing() -> None:
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
     logits = torch.randn(3, 50)
     assert torch.equal(sampling_logprobs(logits), torch.log_softmax(logits, -1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, torch.tensor([1.0, 0.3, 2.0])])
+def test_the_unfiltered_distribution_is_one_whichever_way_it_is_asked_for(temperature: torch.Tensor) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 5
+    logits[:, 40:] = -INF
+    probabilities = sampling_probabilities(logits.bfloat16(), temperature)
+    torch.testing.assert_close(probabilities, sampling_logprobs(logits.bfloat16(), temperature).exp())
+    assert probabilities.dtype == torch.float32
 
 
 def test_top_k_renormalises_over_the_candidates() -> None:
@@ -126,22 +135,22 @@ def test_the_draw_never_returns_a_token_without_mass(u: float) -> None:
         logits[0, 10:14] = -INF
         logits[0, -5:] = -INF
         logprobs = sampling_logprobs(logits)
-        token = draw(logprobs, torch.tensor([u], dtype=torch.float64))
+        token = draw(logprobs.exp(), torch.tensor([u], dtype=torch.float64))
         assert logprobs[0, token].isfinite().all(), (u, token)
 
 
 def test_the_draw_inverts_the_cumulative_distribution() -> None:
-    logprobs = torch.tensor([0.25, 0.0, 0.5, 0.25]).log().expand(6, 4)
+    probabilities = torch.tensor([0.25, 0.0, 0.5, 0.25]).expand(6, 4)
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64)
-    assert draw(logprobs, u).tolist() == [0, 0, 2, 2, 3, 3]
+    assert draw(probabilities, u).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_rare_tokens_behind_a_likely_one_keep_their_share() -> None:
     """A thousand tokens of 1e-9 each: sums in float32 would merge sixty of them into one."""
-    logprobs = torch.full((1, 1001), math.log(1e-9))
-    logprobs[0, 0] = math.log1p(-1e-6)
+    probabilities = torch.full((1, 1001), 1e-9)
+    probabilities[0, 0] = 1 - 1e-6
     u = 1 - 1e-6 * (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    tokens = draw(logprobs.expand(4000, -1), u)
+    tokens = draw(probabilities.expand(4000, -1), u)
     counts = torch.bincount(tokens, minlength=1001)[1:]
     assert (counts > 0).sum() > 900
     assert counts[counts > 0].float().mean() == pytest.approx(4, abs=0.1)
@@ -151,7 +160,7 @@ def test_the_draw_stays_below_the_total_of_any_distribution() -> None:
     """The largest number below 1 against totals of many sizes, none of them a power of two."""
     logprobs = torch.cat((torch.randn(5000, 7) * 9, torch.full((5000, 3), -INF)), dim=1)
     u = torch.full((5000,), 1 - 2.0**-53, dtype=torch.float64)
-    assert draw(logprobs, u).max() < 7
+    assert draw(logprobs.exp(), u).max() < 7
 
 
 def test_the_draw_has_the_right_frequencies() -> None:
@@ -160,7 +169,7 @@ def test_the_draw_has_the_right_frequencies() -> None:
     n = 200_000
     generator = torch.Generator().manual_seed(3)
     u = torch.rand(n, generator=generator, dtype=torch.float64)
-    counts = torch.bincount(draw(logprobs.expand(n, -1), u), minlength=6).double()
+    counts = torch.bincount(draw(logprobs.exp().expand(n, -1), u), minlength=6).double()
     p = logprobs[0].double().exp()
     live = p > 0
     assert counts[~live].sum() == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .protocol import SamplingParams
-from .sampling import draw, greedy, sampling_logprobs
+from .sampling import draw, greedy, sampling_logprobs, sampling_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,15 @@ class RowSettings:
         """
         if self.all_greedy:
             return greedy(logits)
-        logprobs = sampling_logprobs(
-            logits,
-            self.temperature if self.tempered else 1.0,
-            self.top_k if self.filtered else 0,
-            self.top_p if self.filtered else 1.0,
-        )
-        tokens = draw(logprobs, self.uniforms[step])
+        temperature = self.temperature if self.tempered else 1.0
+        if self.filtered:
+            probabilities = sampling_logprobs(logits, temperature, self.top_k, self.top_p).exp()
+        else:
+            probabilities = sampling_probabilities(logits, temperature)
+        tokens = draw(probabilities, self.uniforms[step])
         if self.any_greedy:
-            tokens = torch.where(self.is_greedy, logprobs.argmax(dim=-1), tokens)
-        return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+            tokens = torch.where(self.is_greedy, logits.argmax(dim=-1), tokens)
+        return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
 
 
 def request_uniforms(seeds: Sequence[int | None], draws: int) -> Tensor:

@@ -60,12 +60,12 @@ def decode(
         tokens, logprobs = settings.next_tokens(logits[:, :vocab_size], step)
         record.add(tokens, logprobs)
         step += 1
-        stopped = (tokens[:, None] == stops).any(dim=1)
-        going = alive & ~stopped
+        stopped = None if stops is None else (tokens[:, None] == stops).any(dim=1)
+        going = alive if stopped is None else alive & ~stopped
         if step >= shortest_limit:
-            going &= limit > step
-        # The one value per step that has to be known on the host.
-        remaining = int(going.sum())
+            going = going & (limit > step)
+        # The one value per step that has to be known on the host, and only where a row can end.
+        remaining = count if going is alive else int(going.sum())
         if remaining < count:
             record.end(alive & ~going, stopped, step)
             alive, count = going, remaining
@@ -76,8 +76,8 @@ def decode(
                 session.keep(survivors)
                 record.keep(survivors)
                 settings = settings.keep(survivors)
-                tokens, limit, stops = tokens[survivors], limit[survivors], stops[survivors]
-                alive = alive[survivors]
+                tokens, limit, alive = tokens[survivors], limit[survivors], alive[survivors]
+                stops = None if stops is None else stops[survivors]
         logits = session.step(tokens)
     return record.continuations(aborted_at=step)
 
@@ -96,10 +96,11 @@ class _Record:
         all_tokens.append(tokens)
         all_logprobs.append(logprobs)
 
-    def end(self, ended: Tensor, stopped: Tensor, length: int) -> None:
+    def end(self, ended: Tensor, stopped: Tensor | None, length: int) -> None:
         rows = self._rows[ended]
         self._lengths[rows] = length
-        self._stopped[rows] = stopped[ended]
+        if stopped is not None:
+            self._stopped[rows] = stopped[ended]
 
     def keep(self, rows: Tensor) -> None:
         self._rows = self._rows[rows]
@@ -131,8 +132,10 @@ class _Record:
         return out
 
 
-def _stop_table(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    """``[B, K]`` stop tokens; -1, which is no token, fills the rows that have fewer."""
+def _stop_table(params: Sequence[SamplingParams], device: torch.device) -> Tensor | None:
+    """``[B, K]`` stop tokens, or ``None`` if no row has any; -1, which is no token, fills shorter rows."""
     width = max(len(p.stop_token_ids) for p in params)
+    if width == 0:
+        return None
     padded = [[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in params]
     return torch.tensor(padded, dtype=torch.int64, device=device).view(len(params), width)

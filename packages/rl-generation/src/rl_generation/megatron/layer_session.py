@@ -1,9 +1,8 @@
-"""Decoding through the model's own modules, layer by layer, around our own key-value cache.
+"""Decoding layer by layer, with the model's own weights, around our own key-value cache.
 
-The projections, norms and MLPs that run are the model's. What is left out is what megatron's forward pass
-does in each step without need: it rotates every cached key again, ties all rows to one offset, and enters
-and leaves scopes of features that are off. Attention is computed here, so that what the model's core
-attention makes of masks and cached keys does not matter.
+What is left out is what megatron's forward pass does in each step without need: it rotates every cached key
+again, ties all rows to one offset, and enters and leaves scopes of features that are off. Attention is
+computed here, so that what the model's core attention makes of masks and cached keys does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import direct
 from .cache import KeyValueCache
+from .layer_arithmetic import LayerArithmetic
 from .planning import PromptBatch
 from .rotary import RotaryTable, rotate
 
@@ -24,7 +25,7 @@ PREFILL_TOKENS = 32768
 
 
 class LayerSession:
-    """One batch of prompts of any lengths."""
+    """One batch of prompts of any lengths. It must not outlive a change of the weights."""
 
     def __init__(self, model: Any, batch: PromptBatch, capacity: int, device: torch.device) -> None:
         """
@@ -34,8 +35,13 @@ class LayerSession:
             capacity: the longest prompt plus the most tokens that may follow one.
             device: where the model lives.
         """
-        self._model = model
-        self._layers = list(model.decoder.layers)
+        tied = model.share_embeddings_and_output_weights
+        self._embed = direct.embedding(model.embedding)
+        self._layers = [LayerArithmetic(layer) for layer in model.decoder.layers]
+        self._final_norm = direct.norm(model.decoder.final_layernorm)
+        self._head = direct.linear(
+            model.output_layer, model.shared_embedding_or_output_weight() if tied else None
+        )
         self._batch = batch
         self._device = device
         self._scale = model.config.softmax_scale or model.config.kv_channels**-0.5
@@ -58,21 +64,21 @@ class LayerSession:
 
     def step(self, tokens: Tensor) -> Tensor:
         """See :class:`~rl_generation.megatron.session.DecodeSession`."""
-        hidden = self._model.embedding(tokens[:, None], self._positions[:, None])
+        hidden = self._embed(tokens[:, None], self._positions[:, None])
         cosines, sines = self._table.at(self._positions)
         self._cache.advance()
         bias = self._cache.bias()
         for index, layer in enumerate(self._layers):
-            query, key, value = _project(layer, hidden)
-            heads, groups = query.shape[2], key.shape[2]
-            rotated = rotate(torch.cat((query[0], key[0]), dim=1), cosines, sines)
-            keys, values = self._cache.put_tokens(index, rotated[:, heads:], value[0])
+            heads, values = layer.project(hidden)
+            heads = rotate(heads, cosines, sines)
+            keys, values = self._cache.put_tokens(index, heads[:, :, -1], values)
             # The query heads of one key-value head look at the same keys: to attention they are its queries.
-            query = rotated[:, :heads].unflatten(1, (groups, heads // groups))
-            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self._scale)
-            hidden = _finish(layer, hidden, mixed.reshape(1, len(tokens), -1))
+            mixed = F.scaled_dot_product_attention(
+                heads[:, :, :-1], keys, values, attn_mask=bias, scale=self._scale
+            )
+            hidden = layer.finish(hidden, mixed.reshape(len(tokens), -1))
         self._positions = self._positions + 1
-        return self._logits(hidden)
+        return self._head(self._final_norm(hidden))
 
     def keep(self, rows: Tensor) -> None:
         """See :class:`~rl_generation.megatron.session.DecodeSession`."""
@@ -84,46 +90,24 @@ class LayerSession:
 
         Prompts are padded on the right, where causal attention never looks.
         """
-        length = len(prompts[-1])
+        rows, length = len(prompts), len(prompts[-1])
         tokens = torch.tensor([[*p, *[0] * (length - len(p))] for p in prompts], device=self._device)
-        hidden = self._model.embedding(tokens, torch.arange(length, device=self._device).expand_as(tokens))
+        positions = torch.arange(length, device=self._device).expand_as(tokens)
+        hidden = self._embed(tokens, positions)
         cosines, sines = self._table.first(length)
         for index, layer in enumerate(self._layers):
-            query, key, value = _project(layer, hidden)
-            query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            heads, values = (x.unflatten(0, (rows, length)) for x in layer.project(hidden))
+            heads = rotate(heads, cosines, sines)
+            query = heads[:, :, :, :-1].flatten(2, 3).transpose(1, 2)
+            key, value = heads[:, :, :, -1].transpose(1, 2), values.transpose(1, 2)
             self._cache.put_prompts(index, start, key[owner], value[owner])
             mixed = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self._scale, enable_gqa=True
             )
-            hidden = _finish(layer, hidden, mixed.permute(2, 0, 1, 3).flatten(2))
+            hidden = layer.finish(hidden, mixed.transpose(1, 2).reshape(rows * length, -1))
         ends = torch.tensor([len(p) - 1 for p in prompts], device=self._device)
-        return self._logits(hidden[ends, torch.arange(len(prompts), device=self._device)][None])
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """``[b, V]`` logits of ``[1, b, h]`` hidden states."""
-        model = self._model
-        weight = (
-            model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        )
-        norm = model.decoder.final_layernorm
-        logits, _ = model.output_layer(
-            hidden if norm is None else norm(hidden), weight=weight, runtime_gather_output=True
-        )
-        return logits[0]
-
-
-def _project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values ``[s, b, heads, D]`` of ``[s, b, h]`` hidden states."""
-    return layer.self_attention.get_query_key_value_tensors(layer.input_layernorm(hidden), None)
-
-
-def _finish(layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
-    """The rest of a layer after attention; megatron's linear layers hand their bias back separately."""
-    out, bias = layer.self_attention.linear_proj(mixed)
-    hidden = hidden + (out if bias is None else out + bias)
-    out, bias = layer.mlp(layer.pre_mlp_layernorm(hidden))
-    return hidden + (out if bias is None else out + bias)
+        last = hidden.unflatten(0, (rows, length))[torch.arange(rows, device=self._device), ends]
+        return self._head(self._final_norm(last))
 
 
 def _chunks(prompts: tuple[tuple[int, ...], ...]) -> Iterator[slice]:

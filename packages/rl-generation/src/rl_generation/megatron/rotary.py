@@ -25,12 +25,12 @@ class RotaryTable:
         self._sines = torch.cat((-angles.sin(), angles.sin()), dim=1).to(dtype)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Positions ``0 .. count-1`` for ``[count, B, heads, D]`` vectors."""
+        """Positions ``0 .. count-1`` for ``[B, count, groups, heads, D]`` vectors."""
         return self._cosines[:count, None, None], self._sines[:count, None, None]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B]`` positions for ``[B, heads, D]`` vectors."""
-        return self._cosines[positions, None], self._sines[positions, None]
+        """``[B]`` positions for ``[B, groups, heads, D]`` vectors."""
+        return self._cosines[positions, None, None], self._sines[positions, None, None]
 
 
 def rotate(vectors: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
