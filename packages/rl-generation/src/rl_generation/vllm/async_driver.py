@@ -1,0 +1,227 @@
+"""vLLM's asynchronous engine: it computes in a process of its own, and requests join while others run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..fleet.threads import in_thread
+from ..protocol import Completion, GenerationRequest
+from .arguments import engine_arguments, executor_name, sampling_arguments
+from .driver import Launched
+from .launching import facts_of, require_unquantised
+from .processes import (
+    DeathWatch,
+    descendants,
+    kill_all,
+    killed_after,
+    making_processes,
+    start_method,
+    wait_until_dead,
+)
+from .results import completion_of, prompt_scores
+from .settings import VllmSettings
+
+_FORCED_S = 5.0
+
+
+class AsyncDriver:
+    """See :class:`~rl_generation.vllm.driver.Driver`.
+
+    The loop's thread must live as long as the engine: its process ends with that thread.
+
+    Args:
+        settings: of the engine.
+        cpu: whether this vLLM is one for CPUs.
+    """
+
+    def __init__(self, settings: VllmSettings, *, cpu: bool) -> None:
+        self._settings = settings
+        self._cpu = cpu
+        self._engine: Any = None
+        self._facts: Launched | None = None
+        self._meter: Any = None
+        self._watch = DeathWatch()
+        self._numbers = itertools.count()
+        self._cached_prompt_tokens = 0
+        self._drains = settings.in_flight == "drain"
+
+    @property
+    def engine(self) -> Any:
+        """vLLM's ``AsyncLLM``, for an HTTP server on the same loop."""
+        return self._engine
+
+    async def launch(self) -> Launched:
+        """Import vLLM and start its process. Blocks the loop, on which nothing else runs yet."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from .metering import TokenMeter
+
+        settings = self._settings
+        arguments = engine_arguments(settings, cpu=self._cpu)
+        arguments["distributed_executor_backend"] = executor_name(settings)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        require_unquantised(config, settings.name)
+        if settings.in_flight is None:
+            self._drains = "weight_version" not in EngineCoreOutputs.__struct_fields__
+        self._meter = TokenMeter()
+        method = start_method(self._cpu, settings.cpu_threads, settings.start_method)
+        with making_processes(method), killed_after(settings.start_timeout_s):
+            self._engine = AsyncLLM.from_vllm_config(
+                config, stat_loggers=[self._meter.logger], disable_log_stats=True
+            )
+        roots = [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
+        workers = await self.call_workers("rl_pid")
+        self._facts = facts_of(config, workers[0], tuple(descendants(roots)))
+        return self._facts
+
+    def when_dead(self, callback: Callable[[str], None]) -> None:
+        """Watches the process ids themselves: vLLM's own calls to its process would wait for ever."""
+        assert self._facts is not None
+        self._watch.watch(
+            self._facts.processes, lambda pid: callback(f"the engine's process {pid} has ended unexpectedly")
+        )
+
+    async def sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """All at once; one failure ends them all."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        assert self._facts is not None
+        name = self._settings.name
+        wanted = [
+            SamplingParams(
+                **sampling_arguments(
+                    request,
+                    max_context=self._facts.max_context,
+                    vocab_size=self._facts.vocab_size,
+                    component=name,
+                ),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for request in requests
+        ]
+        outputs = await _gather(
+            [
+                self._run(request.prompt_token_ids, sampling)
+                for request, sampling in zip(requests, wanted, strict=True)
+            ]
+        )
+        self._cached_prompt_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+        return [completion_of(output, version, name) for output in outputs]
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """As prompt log-probabilities, for which vLLM reads no cache."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._run(token_ids, sampling)
+        return prompt_scores(output, token_ids, self._settings.name)
+
+    async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """By vLLM's collective call."""
+        return await self._engine.collective_rpc(method, args=arguments)
+
+    async def hold(self) -> None:
+        """Let requests wait, or finish first where nobody could tell who sampled which token."""
+        await self._engine.pause_generation(mode="wait" if self._drains else "keep", clear_cache=False)
+
+    async def let_go(self) -> None:
+        """Held requests go on."""
+        await self._engine.resume_generation()
+
+    async def drop_caches(self) -> None:
+        """Prefixes, those of running requests too, media and what was computed from them."""
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
+        await self._engine.reset_mm_cache()
+        await self._engine.reset_encoder_cache()
+
+    async def note_version(self, version: int) -> None:
+        """vLLM notes it with every batch from now on, if it can."""
+        update = getattr(self._engine, "update_weight_version", None)
+        if update is not None:
+            await update(str(version))
+
+    async def abort_all(self) -> None:
+        """HTTP requests included."""
+        pending = list(self._engine.output_processor.request_states)
+        if pending:
+            await self._engine.abort(pending, internal=True)
+
+    async def sleep(self) -> None:
+        """A GPU's weights move to the host and its cache is dropped; a CPU has nothing to give back."""
+        if self._settings.can_sleep and not self._cpu:
+            await self._engine.sleep(level=1)
+        else:
+            await self.hold()
+            await self.drop_caches()
+
+    async def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        if self._settings.can_sleep and not self._cpu:
+            await self._engine.wake_up()
+        await self.let_go()
+
+    def counters(self) -> dict[str, int]:
+        """Of all requests, over HTTP too; cached prompt tokens of the others only."""
+        sampled = self._meter.sampled_tokens if self._meter is not None else 0
+        return {"sampled_tokens": sampled, "cached_prompt_tokens": self._cached_prompt_tokens}
+
+    def in_flight(self) -> int:
+        """HTTP requests included."""
+        return 0 if self._engine is None else int(self._engine.output_processor.get_num_unfinished_requests())
+
+    async def close(self, timeout_s: float) -> None:
+        """Ask the process to end, then end it."""
+        self._watch.close()
+        engine, self._engine = self._engine, None
+        deadline = time.monotonic() + timeout_s
+        if engine is None:
+            return
+        processes = self._facts.processes if self._facts is not None else ()
+        loop_children = descendants(processes)
+        with contextlib.suppress(Exception):
+            await in_thread(
+                lambda: engine.shutdown(timeout=max(0.1, timeout_s / 2)), "vllm-shutdown", max(0.1, timeout_s)
+            )
+        left = [pid for pid in dict.fromkeys([*processes, *loop_children]) if pid != os.getpid()]
+
+        def end() -> None:
+            kill_all(wait_until_dead(left, max(0.0, deadline - time.monotonic() - _FORCED_S)))
+            wait_until_dead(left, _FORCED_S)
+
+        await asyncio.to_thread(end)
+
+    async def _run(self, token_ids: tuple[int, ...], sampling: Any) -> Any:
+        from vllm import TokensPrompt
+
+        request = f"{self._settings.name}-{next(self._numbers)}"
+        outputs = self._engine.generate(TokensPrompt(prompt_token_ids=list(token_ids)), sampling, request)
+        # Only the final one comes.
+        return [output async for output in outputs][-1]
+
+
+async def _gather(work: list[Any]) -> list[Any]:
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)

@@ -1,0 +1,365 @@
+"""One engine's life: started, sampling, paused, between two versions, asleep, dead or closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from ..failures import (
+    EngineDeadError,
+    GenerationError,
+    NotReadyError,
+    RefitError,
+    StaleWeightsError,
+)
+from ..fleet.replica import ReplicaFacts
+from ..protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
+from ..refit.contract import Bucket, RefitAck
+from .arguments import check_prompt
+from .driver import Driver, Launched
+from .faults import causes, converted
+from .settings import VllmSettings
+from .trouble import Trouble, guarded
+from .weights import WeightAccount
+
+T = TypeVar("T")
+
+
+class EngineCore:
+    """Everything about an engine that is not vLLM's. All on one event loop.
+
+    Args:
+        settings: of the engine.
+        driver: vLLM's.
+    """
+
+    def __init__(self, settings: VllmSettings, driver: Driver) -> None:
+        self._settings = settings
+        self._name = settings.name
+        self._driver = driver
+        self._facts: Launched | None = None
+        self._weights = WeightAccount(settings)
+        self._dead = Trouble()
+        self._stale = Trouble()
+        self._paused = False
+        self._asleep = False
+        self._closed = False
+        self._control = asyncio.Lock()
+        self._listeners: list[Callable[[GenerationError | None], None]] = []
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last weights that were whole."""
+        return self._weights.version
+
+    @property
+    def client(self) -> Any:
+        """vLLM's own engine, for an HTTP server on this loop."""
+        return self._driver.engine
+
+    def listen(self, listener: Callable[[GenerationError | None], None]) -> None:
+        """Have ``listener`` told why nothing can be served any more, or ``None`` when it can again."""
+        self._listeners.append(listener)
+
+    async def start(self, *, stale: bool = False) -> ReplicaFacts:
+        """Load the checkpoint.
+
+        Raises:
+            GenerationError: the settings do not fit the checkpoint or the machine.
+            InfraError: the process ended, or was not up in time.
+        """
+        try:
+            self._facts = facts = await self._driver.launch()
+        except Exception as error:
+            await self._driver.close(self._settings.control_timeout_s)
+            raise _start_failure(error, self._settings) from error
+        self._driver.when_dead(self._died)
+        await self._within(
+            self._driver.note_version(self.weight_version),
+            "noting the version",
+            self._settings.control_timeout_s,
+        )
+        if stale or self._settings.load_format == "dummy":
+            self._weights.forget()
+            self._grow_stale(f"its weights are of version {self.weight_version}, which is old")
+        return ReplicaFacts(facts.max_context, facts.vocab_size, self.weight_version, facts.pid)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests.
+
+        Raises:
+            ContextOverflowError: a prompt leaves no room.
+            InvalidRequestError: a request that could not be scored.
+            StaleWeightsError: before a refit completed.
+            EngineDeadError: the process is gone, perhaps while it sampled.
+            DeadlineError: no answer in time; the requests are ended inside the engine.
+        """
+        self._require_awake("generating")
+        if not requests:
+            return []
+        completions = await guarded(
+            self._driver.sample(requests, self.weight_version),
+            (self._dead, self._stale),
+            component=self._name,
+            what=f"sampling {len(requests)} requests",
+            timeout_s=self._settings.request_timeout_s,
+        )
+        return completions
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Natural-log probability of each token but the first, given those before it, at temperature 1.
+
+        Args:
+            token_ids: at least one; shorter than the context.
+
+        Raises:
+            GenerationError: as :meth:`generate`.
+        """
+        self._require_awake("scoring")
+        facts = self._require_started()
+        check_prompt(
+            token_ids, max_context=facts.max_context, vocab_size=facts.vocab_size, component=self._name
+        )
+        return await guarded(
+            self._driver.score(token_ids),
+            (self._dead, self._stale),
+            component=self._name,
+            what="scoring a prompt",
+            timeout_s=self._settings.request_timeout_s,
+        )
+
+    async def probe(self) -> None:
+        """Sample one token for real, with stale weights too; only a sign of life where sampling is held.
+
+        Raises:
+            GenerationError: it fails, or takes longer than ``probe_timeout_s``.
+        """
+        self._require_started()
+        held = self._paused or self._asleep or self._weights.arriving
+        if held:
+            work: Coroutine[Any, Any, Any] = self._driver.call_workers("rl_pid")
+        else:
+            request = GenerationRequest((0,), SamplingParams(max_new_tokens=1, temperature=0.0))
+            work = self._driver.sample([request], self.weight_version)
+        await self._within(work, "a probe", self._settings.probe_timeout_s)
+
+    def require_fit(self, spec: RefitSpec) -> None:
+        """Compare an announcement with the checkpoint.
+
+        Raises:
+            RefitError: it does not fit; names the tensor.
+        """
+        self._weights.require_fit(spec, tied=self._require_started().tied)
+
+    async def begin_refit(self, spec: RefitSpec, version: int) -> None:
+        """See :class:`~rl_generation.refit.contract.RefitTarget`."""
+        self.require_fit(spec)
+        if self._asleep:
+            raise RefitError(f"{self._name}: asleep; call wake() before a refit")
+        async with self._control:
+            announcement = self._weights.begin(spec, version)
+            try:
+                await self._hold()
+                await self._workers("rl_begin_refit", announcement, version)
+            except BaseException:
+                self._weights.abort()
+                with contextlib.suppress(GenerationError):
+                    await self._workers("rl_abort_refit")
+                await self._release()
+                raise
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """See :class:`~rl_generation.refit.contract.RefitTarget`."""
+        self._require_started()
+        async with self._control:
+            with self._weights.taking(bucket) as text:
+                await self._workers("rl_load_bucket", text)
+
+    async def finish_refit(self) -> RefitAck:
+        """See :class:`~rl_generation.refit.contract.RefitTarget`."""
+        self._require_started()
+        async with self._control:
+            version = self._weights.require_arriving("finish_refit")
+            try:
+                digests = await self._workers("rl_finish_refit")
+                await self._within(
+                    self._driver.drop_caches(), "dropping caches", self._settings.refit_timeout_s
+                )
+                await self._within(
+                    self._driver.note_version(version), "noting the version", self._settings.control_timeout_s
+                )
+                acknowledgement = self._weights.complete(digests)
+            except BaseException as error:
+                await self._fall_stale(f"its refit to version {version} failed: {causes(error)}")
+                raise
+            self._stale.clear()
+            await self._release()
+            self._tell()
+            return acknowledgement
+
+    async def abort_refit(self) -> None:
+        """See :class:`~rl_generation.refit.contract.RefitTarget`."""
+        self._require_started()
+        async with self._control:
+            if not self._weights.arriving:
+                return
+            if self._weights.abort():
+                await self._fall_stale("a refit ended before all weights had come")
+            else:
+                await self._workers("rl_abort_refit")
+                await self._release()
+
+    async def pause(self) -> None:
+        """Stop sampling; requests in flight keep what they have."""
+        self._require_started()
+        async with self._control:
+            self._paused = True
+            await self._hold()
+
+    async def resume(self) -> None:
+        """Undo :meth:`pause`; during a refit sampling goes on after it."""
+        self._require_started()
+        async with self._control:
+            self._paused = False
+            await self._release()
+
+    async def sleep(self) -> None:
+        """Give memory back; refused while requests are in flight."""
+        self._require_started()
+        async with self._control:
+            if self._asleep:
+                return
+            if self._weights.arriving or self._driver.in_flight():
+                raise GenerationError(
+                    f"{self._name}: cannot sleep while a generation or a refit is in flight; wait for it to "
+                    "return first"
+                )
+            await self._within(self._driver.sleep(), "sleep", self._settings.control_timeout_s)
+            self._asleep = True
+        self._tell()
+
+    async def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        self._require_started()
+        async with self._control:
+            if not self._asleep:
+                return
+            await self._within(self._driver.wake(), "wake", self._settings.control_timeout_s)
+            self._asleep = False
+            if self._paused:
+                await self._hold()
+        self._tell()
+
+    async def health(self) -> dict[str, Any]:
+        """Facts for the log; asks no process."""
+        return {
+            "name": self._name,
+            "state": self._state(),
+            "weight_version": self.weight_version,
+            "pid": self._facts.pid if self._facts is not None else None,
+            "actor_pid": os.getpid(),
+            "in_flight": self._driver.in_flight(),
+            **self._driver.counters(),
+        }
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """End all processes within ``timeout_s``; idempotent."""
+        self._closed = True
+        self._dead.report(EngineDeadError, f"{self._name}: used after shutdown(); build a new engine")
+        self._tell()
+        await self._driver.close(timeout_s)
+
+    def refusal(self) -> GenerationError | None:
+        """Why nothing is served now, ``None`` if it is."""
+        if self._facts is None and not self._closed:
+            return NotReadyError(f"{self._name}: the engine still loads")
+        for trouble in (self._dead, self._stale):
+            if trouble.here:
+                return trouble.error()
+        if self._asleep:
+            return NotReadyError(f"{self._name}: asleep; call wake() before generating")
+        return None
+
+    def _state(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._facts is None:
+            return "starting"
+        if self._dead.here:
+            return "dead"
+        if self._weights.arriving:
+            return "refitting"
+        if self._stale.here:
+            return "stale"
+        if self._asleep:
+            return "asleep"
+        return "paused" if self._paused else "running"
+
+    def _require_started(self) -> Launched:
+        self._dead.raise_if_here()
+        if self._facts is None:
+            raise NotReadyError(f"{self._name}: not started yet; call start() first")
+        return self._facts
+
+    def _require_awake(self, action: str) -> None:
+        self._require_started()
+        self._stale.raise_if_here()
+        if self._asleep:
+            raise GenerationError(f"{self._name}: asleep; call wake() before {action}")
+
+    def _died(self, reason: str) -> None:
+        self._dead.report(EngineDeadError, f"{self._name}: {reason}; start it again")
+        self._tell()
+
+    def _grow_stale(self, reason: str) -> None:
+        self._stale.clear()
+        self._stale.report(
+            StaleWeightsError, f"{self._name}: {reason}; nothing is sampled before a refit completes"
+        )
+        self._tell()
+
+    async def _fall_stale(self, reason: str) -> None:
+        """A refit failed half way: nothing goes on with a mixture of weights."""
+        self._weights.abort()
+        self._grow_stale(reason)
+        with contextlib.suppress(GenerationError):
+            await self._workers("rl_abort_refit")
+            await self._within(self._driver.abort_all(), "ending requests", self._settings.control_timeout_s)
+            await self._within(self._driver.drop_caches(), "dropping caches", self._settings.refit_timeout_s)
+            await self._release()
+
+    async def _hold(self) -> None:
+        await self._within(self._driver.hold(), "a pause", self._settings.control_timeout_s)
+
+    async def _release(self) -> None:
+        if not self._paused and not self._asleep and not self._weights.arriving and not self._dead.here:
+            await self._within(self._driver.let_go(), "resuming", self._settings.control_timeout_s)
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        what = method.removeprefix("rl_").replace("_", " ")
+        try:
+            return await self._within(
+                self._driver.call_workers(method, *arguments), what, self._settings.refit_timeout_s
+            )
+        except GenerationError as error:
+            if isinstance(error, EngineDeadError):
+                raise
+            raise RefitError(str(error)) from error
+
+    async def _within(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
+        return await guarded(work, (self._dead,), component=self._name, what=what, timeout_s=timeout_s)
+
+    def _tell(self) -> None:
+        reason = self.refusal()
+        for listener in self._listeners:
+            listener(reason)
+
+
+def _start_failure(error: Exception, settings: VllmSettings) -> GenerationError:
+    failure = converted(error, settings.name, f"starting on {settings.model_dir}")
+    if failure is error:
+        return failure
+    return type(failure)(f"{failure}; see this process's log for what vLLM said before")

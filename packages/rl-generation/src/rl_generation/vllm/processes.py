@@ -1,0 +1,165 @@
+"""The processes of an engine: how they are made, noticed when they die, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Literal
+
+_POLL_S = 0.01
+
+
+def start_method(
+    cpu: bool, threads: int, wanted: Literal["fork", "spawn"] | None
+) -> Literal["fork", "spawn"]:
+    """How to make the engine's process.
+
+    A fork needs no second import of vLLM. It is safe where the child never opens a parallel region, whose
+    threads it would not have, and where no device was touched.
+    """
+    return wanted or ("fork" if cpu and threads == 1 else "spawn")
+
+
+@contextlib.contextmanager
+def making_processes(method: Literal["fork", "spawn"]) -> Generator[None]:
+    """The scope in which vLLM makes its processes by this method, also within a Ray actor.
+
+    Its own rule for actors exists for processes that talk to Ray. The engine's does not.
+    """
+    variable = "VLLM_WORKER_MULTIPROC_METHOD"
+    before = os.environ.get(variable)
+    os.environ[variable] = method
+    try:
+        if method == "fork":
+            with _no_forced_spawn():
+                yield
+        else:
+            yield
+    finally:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+
+
+@contextlib.contextmanager
+def killed_after(timeout_s: float) -> Generator[None]:
+    """The scope in which processes that the running thread makes are killed once the time is up.
+
+    vLLM waits without a deadline for its process to come up, but it notices a death.
+    """
+    thread = threading.get_native_id()
+    before = set(children_of_thread(thread))
+
+    def kill() -> None:
+        kill_all(set(children_of_thread(thread)) - before)
+
+    timer = threading.Timer(timeout_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def children_of_thread(thread: int) -> list[int]:
+    """Ids of the living processes that a thread of this process has made."""
+    try:
+        with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def descendants(roots: Iterable[int]) -> list[int]:
+    """``roots`` and all processes below them, parents first."""
+    found: list[int] = []
+    pending = list(roots)
+    while pending:
+        pid = pending.pop(0)
+        found.append(pid)
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                    pending.extend(int(word) for word in file.read().split())
+    return found
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL; those that are gone are none of its concern."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and was not collected does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False
+
+
+def wait_until_dead(pids: Iterable[int], timeout_s: float) -> list[int]:
+    """Those that still run after ``timeout_s``; blocks until then or until none does."""
+    deadline = time.monotonic() + timeout_s
+    left = [pid for pid in pids if is_alive(pid)]
+    while left and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        left = [pid for pid in left if is_alive(pid)]
+    return left
+
+
+class DeathWatch:
+    """Notices within milliseconds that a process has ended. All on one event loop."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def watch(self, pids: Iterable[int], callback: Callable[[int], None]) -> None:
+        """Have ``callback`` called with the id of each process that ends from now on, or has ended."""
+        loop = asyncio.get_running_loop()
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                loop.call_soon(callback, pid)
+                continue
+            self._descriptors.append(descriptor)
+            loop.add_reader(descriptor, self._ended, descriptor, pid, callback)
+
+    def close(self) -> None:
+        """Watch no longer; idempotent."""
+        for descriptor in self._descriptors:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _ended(self, descriptor: int, pid: int, callback: Callable[[int], None]) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        self._descriptors.remove(descriptor)
+        os.close(descriptor)
+        callback(pid)
+
+
+@contextlib.contextmanager
+def _no_forced_spawn() -> Generator[None]:
+    from vllm.utils import system_utils
+
+    original = getattr(system_utils, "_maybe_force_spawn", None)
+    if original is None:
+        yield
+        return
+    system_utils._maybe_force_spawn = lambda: None
+    try:
+        yield
+    finally:
+        system_utils._maybe_force_spawn = original

@@ -1,0 +1,91 @@
+"""What vLLM answers, as completions: tokens, log-probabilities, and who sampled each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..failures import GenerationError, InfraError
+from ..protocol import Completion, EngineStopReason
+
+_REASONS: dict[str, EngineStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+def completion_of(output: Any, version: int, component: str) -> Completion:
+    """The completion in a finished ``RequestOutput`` of vLLM.
+
+    Args:
+        output: of a request with ``logprobs=0`` and flat log-probabilities.
+        version: of the weights now, for an engine that does not record it with each token.
+        component: name that errors begin with.
+
+    Raises:
+        InfraError: vLLM failed within the request.
+        GenerationError: tokens and log-probabilities do not match.
+    """
+    answer = output.outputs[0]
+    reason = _REASONS.get(answer.finish_reason)
+    if reason is None:
+        raise InfraError(f"{component}: vLLM ended a request with {answer.finish_reason!r}; send it again")
+    token_ids = tuple(answer.token_ids)
+    logprobs = sampled_logprobs(answer.logprobs, token_ids, component)
+    versions = token_versions(answer, len(token_ids), version)
+    changed = bool(versions) and versions[0] != versions[-1]
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        stop_reason=reason,
+        weight_version=versions[-1] if versions else version,
+        token_versions=versions if changed else (),
+    )
+
+
+def sampled_logprobs(flat: Any, token_ids: tuple[int, ...], component: str) -> tuple[float, ...]:
+    """One natural-log probability per token out of vLLM's flat ones.
+
+    Raises:
+        GenerationError: they are of other tokens, or not one each.
+    """
+    if not token_ids:
+        return ()
+    if flat is None or tuple(flat.token_ids) != token_ids:
+        got = "none" if flat is None else f"{len(flat.token_ids)} of other tokens"
+        raise GenerationError(
+            f"{component}: {len(token_ids)} tokens came with log-probabilities that are not theirs ({got}); "
+            "this version of vLLM is not supported"
+        )
+    return tuple(flat.logprobs)
+
+
+def token_versions(answer: Any, count: int, version: int) -> tuple[int, ...]:
+    """Version of the weights that sampled each of ``count`` tokens.
+
+    vLLM notes it with the batch in which a token was sampled, so what was under way when a refit began is
+    told apart from what came after, however late it is read.
+    """
+    spans = getattr(answer, "weight_versions", None)
+    if spans is None:
+        return (version,) * count
+    versions: list[int] = []
+    for span in spans:
+        versions.extend([int(span.version)] * (span.end - span.start))
+    return tuple(versions[:count])
+
+
+def prompt_scores(output: Any, token_ids: tuple[int, ...], component: str) -> tuple[float, ...]:
+    """Log-probability of each prompt token but the first, given those before it, at temperature 1.
+
+    Raises:
+        GenerationError: they do not belong to the prompt.
+    """
+    scores: list[float] = []
+    for token, candidates in zip(token_ids[1:], list(output.prompt_logprobs or ())[1:], strict=False):
+        found = candidates.get(token) if candidates is not None else None
+        if found is None:
+            break
+        scores.append(float(found.logprob))
+    if len(scores) != len(token_ids) - 1:
+        raise GenerationError(
+            f"{component}: {len(scores)} of {len(token_ids) - 1} prompt tokens came with a log-probability; "
+            "this version of vLLM is not supported"
+        )
+    return tuple(scores)
