@@ -57,7 +57,10 @@ def _header(file: Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
+            text = stream.read(length)
+        if len(text) < length:
+            raise ValueError(f"{len(text)} of {length} bytes of its header")
+        header = json.loads(text)
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
         return header

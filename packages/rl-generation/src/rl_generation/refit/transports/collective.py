@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -28,6 +30,10 @@ NAME: TransportName = "collective"
 
 GroupBackend = Literal["gloo", "nccl"]
 
+_MEMBERS = "members"
+_POLL_S = 0.005
+_LEAVING_S = 10.0
+
 
 class CollectiveSender:
     """See :class:`~rl_generation.refit.transports.base.Sender`."""
@@ -43,6 +49,7 @@ class CollectiveSender:
         self._buffer: torch.Tensor | None = None
         self._sent = 0
         self._broadcast: Future[None] | None = None
+        self._closing = threading.Event()
 
     def open(self, capacity: int) -> None:
         """Get a buffer and open the store; members join with the first bucket.
@@ -56,6 +63,7 @@ class CollectiveSender:
         self._store = _serve_store(self._settings)
         self._buffer = torch.empty(capacity, dtype=torch.uint8, device=_device(self._backend))
         self._sent = 0
+        self._closing = threading.Event()
 
     def buffer(self) -> torch.Tensor:
         """The only one, once the last broadcast is through.
@@ -87,24 +95,38 @@ class CollectiveSender:
         self._broadcast = in_background(lambda: self._send(bucket.nbytes), "refit-broadcast")
 
     def close(self) -> None:
-        """Leave the group and close the store; idempotent. A broadcast that hangs is left to its deadline."""
-        self._buffer = None
+        """Leave the group and close the store; idempotent. A broadcast that is under way is given up."""
+        self._closing.set()
         pending, self._broadcast = self._broadcast, None
-        if pending is not None and not pending.done():
-            # The thread still uses them, and drops them at its deadline.
-            self._group, self._store = None, None
-            return
-        group, self._group = self._group, None
-        _leave(group)
-        self._store = None
+        _leave(self._group)
+        if pending is not None:
+            # A thread within torch must not outlive the interpreter; it was just told to stop.
+            with contextlib.suppress(TimeoutError):
+                pending.exception(_LEAVING_S)
+        _leave(self._group)
+        self._buffer, self._group, self._store = None, None, None
 
     def _send(self, nbytes: int) -> None:
-        buffer, store, group = self._buffer, self._store, self._group
+        buffer = self._buffer
         assert buffer is not None
-        if group is None:
-            group = _join(self._backend, store, 0, self._size, self._settings)
-            self._group = group
-        _broadcast(group, buffer[:nbytes], self._settings, f"{self._size - 1} receivers")
+        if self._group is None:
+            self._await_members()
+            self._group = _join(self._backend, self._store, 0, self._size, self._settings)
+        _broadcast(self._group, buffer[:nbytes], self._settings, f"{self._size - 1} receivers")
+
+    def _await_members(self) -> None:
+        # Torch would wait as well, but could not be stopped.
+        keys = _private_keys(self._store, self._settings)
+        deadline = time.monotonic() + self._settings.timeout_s
+        while (joined := keys.add(_MEMBERS, 0)) < self._size - 1:
+            if time.monotonic() > deadline:
+                raise RefitError(
+                    f"refit: {joined} of {self._size - 1} members joined a collective within "
+                    f"{self._settings.timeout_s:g} s; is each engine process counted in receivers, and was "
+                    "each given the bucket?"
+                )
+            if self._closing.wait(_POLL_S):
+                raise RefitError("refit: a collective was closed before its members joined")
 
 
 class CollectiveReceiver:
@@ -157,7 +179,7 @@ class CollectiveReceiver:
         except RuntimeError as error:
             raise RefitError(f"refit: the policy's store at {host}:{port} does not answer") from error
         shared = _private_keys(store, self._settings)
-        rank = shared.add("members", 1)
+        rank = shared.add(_MEMBERS, 1)
         if rank >= size:
             raise RefitError(
                 f"refit: member {rank} of a collective for {size - 1}; set receivers to the number of "
@@ -243,8 +265,8 @@ def _join(backend: str, store: Any, rank: int, size: int, settings: TransportSet
         return dist.ProcessGroupGloo(keys, rank, size, gloo)
     except RuntimeError as error:
         raise RefitError(
-            f"refit: member {rank} of a collective of {size} waited {settings.timeout_s:g} s for the others; "
-            "is each engine process counted in receivers, and was each given the bucket?"
+            f"refit: member {rank} of a collective of {size} found not all others within "
+            f"{settings.timeout_s:g} s; do they run, and know the token?"
         ) from error
 
 

@@ -149,14 +149,18 @@ def _unlink_if_dead(path: str) -> bool:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
-    # Others sweep as well, and owners unlink.
-    with contextlib.closing(os.fdopen(descriptor)), contextlib.suppress(OSError):
+    try:
         facts = os.fstat(descriptor)
-        if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            return True
-    return False
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return True
+    except OSError:
+        # Its owner lives, or somebody else was faster.
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _create(folder: str) -> tuple[str, int]:

@@ -27,6 +27,7 @@ class SharedMemorySender:
     def __init__(self, settings: TransportSettings) -> None:
         self._folder = shared_folder(settings.folder)
         self._segment: Segment | None = None
+        self._capacity = 0
         self._half = 0
         self._next = 0
 
@@ -38,13 +39,13 @@ class SharedMemorySender:
         """
         self.close()
         sweep(self._folder)
-        self._half, self._next = page_aligned(capacity), 0
+        self._capacity, self._half, self._next = capacity, page_aligned(capacity), 0
         self._segment = Segment(2 * self._half, self._folder)
 
     def buffer(self) -> torch.Tensor:
         """The half that was not packed last."""
         segment = self._require_open()
-        return segment.buffer[self._next : self._next + self._half]
+        return segment.buffer[self._next : self._next + self._capacity]
 
     def publish(self, filled: Filled) -> Bucket:
         """Say where the half is; its bytes are there for readers already."""
