@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -31,6 +32,18 @@ async def read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def first_of(receive: Receive, hung_up: asyncio.Event) -> Message:
+    """The client's next message, or that it has gone, as soon as ``hung_up`` is set."""
+    message = asyncio.ensure_future(receive())
+    end = asyncio.ensure_future(hung_up.wait())
+    try:
+        await asyncio.wait({message, end}, return_when=asyncio.FIRST_COMPLETED)
+        return message.result() if message.done() else {"type": "http.disconnect"}
+    finally:
+        message.cancel()
+        end.cancel()
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

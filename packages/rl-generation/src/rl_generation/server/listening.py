@@ -61,6 +61,7 @@ class Listener:
         self._app = app
         self._listening = listening
         self._server: uvicorn.Server | None = None
+        self._duplicates: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -123,6 +124,12 @@ class Listener:
             await asyncio.wait({task}, timeout=1.0)
         return bool(done)
 
+    def abandon(self) -> None:
+        """Let go of a server whose event loop has ended without it."""
+        self._task = None
+        for duplicate in self._duplicates:
+            duplicate.close()
+
     def _ask_to_end(self, timeout_s: float) -> None:
         if self._server is not None:
             # uvicorn takes any number, although it declares whole ones.
@@ -150,4 +157,5 @@ class Listener:
         )
         self._server = Server(config)
         # uvicorn closes the sockets that it is given.
-        return self._server, [self._listening.dup()]
+        self._duplicates = [self._listening.dup()]
+        return self._server, self._duplicates

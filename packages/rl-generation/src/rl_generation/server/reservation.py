@@ -11,10 +11,10 @@ import logging
 from dataclasses import dataclass, field
 
 from ..failures import GenerationError, NotReadyError
-from .asgi import App, Receive, Scope, Send, send_json
+from .asgi import App
+from .gate import Gate
 from .listening import Listener, bind
-from .refusals import UnauthorizedError, refusal_of
-from .security import check_token, is_loopback, is_wildcard
+from .security import is_loopback, is_wildcard
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ class Reservation:
         self._socket = bind(settings.host, settings.ports(preferred_port))
         self._port: int = self._socket.getsockname()[1]
         self._gate = Gate(settings.token, NotReadyError(f"server: {self.url} is reserved; its engine loads"))
-        self._listener: Listener | None = None
-        self._on_loop = False
+        self._listener: Listener | None = Listener(self._gate, self._socket)
+        self._loop: asyncio.AbstractEventLoop | None = None
         try:
-            self._listen_in_thread()
+            self._listener.start_thread()
         except BaseException:
             self._socket.close()
             raise
@@ -103,6 +103,11 @@ class Reservation:
         """The OpenAI base URL, ending in ``/v1``."""
         return f"{self.url}/v1"
 
+    @property
+    def in_flight(self) -> int:
+        """How many requests the application is working on."""
+        return self._gate.in_flight
+
     def attach(self, app: App) -> None:
         """Let ``app`` answer from now on, in the reservation's own thread."""
         self._gate.open(app)
@@ -115,17 +120,33 @@ class Reservation:
         Raises:
             InfraError: the server did not start.
         """
-        if not self._on_loop:
-            listener, self._listener = self._listener, None
-            if listener is not None and not await asyncio.to_thread(listener.stop_thread, timeout_s):
-                _LOG.warning("server: the thread of %s did not end within %g s", self.url, timeout_s)
+        here = asyncio.get_running_loop()
+        if self._loop is not here:
+            await self._stop_listening(timeout_s)
             self._listener = Listener(self._gate, self._socket)
             await self._listener.start_here()
-            self._on_loop = True
+            self._loop = here
         self._gate.open(app)
 
+    async def detach(self, reason: GenerationError, timeout_s: float = 10.0) -> None:
+        """Answer everything with ``reason`` from a thread again, because the application's event loop ends.
+
+        May be awaited on any event loop.
+
+        Raises:
+            InfraError: the server did not start.
+        """
+        self._gate.shut(reason)
+        if self._loop is not None:
+            await self._stop_listening(timeout_s)
+            self._listener = listener = Listener(self._gate, self._socket)
+            await asyncio.to_thread(listener.start_thread)
+
     def shut(self, reason: GenerationError) -> None:
-        """Answer everything with ``reason`` until :meth:`reopen` or another application."""
+        """Answer everything with ``reason``, what is in flight too, until :meth:`reopen`.
+
+        May be called from any thread.
+        """
         self._gate.shut(reason)
 
     def reopen(self) -> None:
@@ -133,85 +154,41 @@ class Reservation:
         self._gate.reopen()
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
-        """Stop serving and give the address back, within ``timeout_s``; idempotent."""
-        listener, self._listener = self._listener, None
-        if listener is not None and self._on_loop:
-            ended = await listener.stop_here(timeout_s)
-        elif listener is not None:
-            ended = await asyncio.to_thread(listener.stop_thread, timeout_s)
-        else:
-            ended = True
-        self._end(ended, timeout_s)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """As :meth:`aclose`, for a reservation that was never moved to an event loop.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if self._on_loop and self._listener is not None:
-            raise RuntimeError("this server runs on an event loop; await aclose() there")
-        listener, self._listener = self._listener, None
-        self._end(listener is None or listener.stop_thread(timeout_s), timeout_s)
-
-    def _end(self, ended: bool, timeout_s: float) -> None:
-        if not ended:
-            _LOG.warning("server: %s did not end within %g s", self.url, timeout_s)
+        """Stop serving and give the address back, within ``timeout_s``; idempotent, on any event loop."""
+        await self._stop_listening(timeout_s)
         self._socket.close()
 
-    def _listen_in_thread(self) -> None:
-        self._listener = Listener(self._gate, self._socket)
-        self._listener.start_thread()
-
-
-class Gate:
-    """Lets requests with the right token through to the application, if there is one and it is not shut.
-
-    ``/health`` asks for no token.
-
-    Args:
-        token: what requests have to carry, ``None`` is nothing.
-        reason: said as long as there is no application.
-    """
-
-    def __init__(self, token: str | None, reason: GenerationError) -> None:
-        self._token = token
-        self._reason: GenerationError | None = reason
-        self._app: App | None = None
-
-    def open(self, app: App) -> None:
-        """Let ``app`` answer."""
-        self._app = app
-        self._reason = None
-
-    def shut(self, reason: GenerationError) -> None:
-        """Answer with ``reason`` instead."""
-        self._reason = reason
-
-    def reopen(self) -> None:
-        """Let the application answer again.
+    def close(self, timeout_s: float = 10.0) -> None:
+        """As :meth:`aclose`, for a reservation that is not on an event loop.
 
         Raises:
-            RuntimeError: there is none yet.
+            RuntimeError: it is.
         """
-        if self._app is None:
-            raise RuntimeError("no application is attached yet")
-        self._reason = None
+        if self._loop is not None:
+            raise RuntimeError("this server runs on an event loop; await aclose() instead")
+        listener, self._listener = self._listener, None
+        if listener is not None and not listener.stop_thread(timeout_s):
+            self._warn(timeout_s)
+        self._socket.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Anything but HTTP is ignored."""
-        if scope["type"] != "http":
+    async def _stop_listening(self, timeout_s: float) -> None:
+        listener, self._listener = self._listener, None
+        loop, self._loop = self._loop, None
+        if listener is None:
             return
-        reason = self._reason
-        try:
-            if scope["path"] != "/health":
-                check_token(scope, self._token)
-        except UnauthorizedError as error:
-            reason = error
-        if reason is None and self._app is not None:
-            await self._app(scope, receive, send)
-        elif reason is not None:
-            refusal = refusal_of(reason)
-            # A client that asks again must not do so on a connection of a server that is about to hand over.
-            headers = {**refusal.headers, "connection": "close"}
-            await send_json(send, refusal.status, refusal.document, headers)
+        if loop is None:
+            ended = await asyncio.to_thread(listener.stop_thread, timeout_s)
+        elif loop is asyncio.get_running_loop():
+            ended = await listener.stop_here(timeout_s)
+        elif loop.is_running():
+            stopping = asyncio.run_coroutine_threadsafe(listener.stop_here(timeout_s), loop)
+            done, _ = await asyncio.wait({asyncio.wrap_future(stopping)}, timeout=timeout_s + 2.0)
+            ended = bool(done) and stopping.result()
+        else:
+            listener.abandon()
+            ended = True
+        if not ended:
+            self._warn(timeout_s)
+
+    def _warn(self, timeout_s: float) -> None:
+        _LOG.warning("server: %s did not end within %g s", self.url, timeout_s)

@@ -13,7 +13,18 @@ from typing import Any
 
 from ..failures import DeadlineError, GenerationError, InfraError, InvalidRequestError
 from ..server.answers import chat_document, models_document, tokenize_document
-from ..server.asgi import App, ClientGoneError, Message, Receive, Scope, Send, read_body, send_json, to_json
+from ..server.asgi import (
+    App,
+    ClientGoneError,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    first_of,
+    read_body,
+    send_json,
+    to_json,
+)
 from ..server.parsing import CalledTool, ParsedAnswer
 from ..server.pinning import PinnedRequest, check_model, pin
 from ..server.refusals import UnknownRouteError, refusal_of
@@ -23,6 +34,8 @@ from ..server.settings import ServerSettings
 from ..server.splice import TOKEN_FIELDS, carried_tokens
 from .exchange import CURRENT, Exchange
 from .seeds import request_seed
+
+_HANG_UP_S = 2.0
 
 
 class VllmContract:
@@ -136,27 +149,43 @@ class VllmContract:
         Raises:
             GenerationError: it was an error, or none in time.
         """
-        inner = _Inner(to_json(body | {"model": self._settings.model}), receive, self._settings)
-        mark = CURRENT.set(exchange)
-        try:
+        inner = _Inner(to_json(body | {"model": self._settings.model}), receive)
+        timeout_s = self._settings.request_timeout_s
+
+        async def served() -> None:
+            CURRENT.set(exchange)
             await self._app(inner.scope(scope), inner.receive, inner.send)
+
+        work = asyncio.ensure_future(served())
+        try:
+            await asyncio.wait({work}, timeout=timeout_s)
         finally:
-            CURRENT.reset(mark)
+            if not work.done():
+                # vLLM aborts a request inside its engine when the client is gone, not when it is cancelled.
+                inner.hang_up()
+                await asyncio.wait({work}, timeout=_HANG_UP_S)
+                work.cancel()
+        if inner.hung_up:
+            raise DeadlineError(
+                f"server: no answer within {timeout_s:g} s; ask for fewer tokens, send fewer requests at a "
+                "time, or raise request_timeout_s"
+            )
+        failure = work.exception()
         if exchange.failure is not None:
             raise exchange.failure
+        if failure is not None:
+            raise failure
         return inner.document()
 
 
 class _Inner:
-    """One exchange with vLLM's app: a body in, with a deadline, and a document out."""
+    """One exchange with vLLM's app: a body in, a document out."""
 
-    def __init__(self, body: bytes, receive: Receive, settings: ServerSettings) -> None:
+    def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
         self._length = len(body)
         self._receive = receive
-        self._timeout_s = settings.request_timeout_s
-        self._deadline = asyncio.get_running_loop().time() + self._timeout_s
-        self._late = False
+        self._gone = asyncio.Event()
         self._status = 0
         self._parts: list[bytes] = []
 
@@ -176,13 +205,7 @@ class _Inner:
         body, self._body = self._body, None
         if body is not None:
             return {"type": "http.request", "body": body, "more_body": False}
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._receive()
-        except TimeoutError:
-            # vLLM aborts a request whose client is gone, and only then.
-            self._late = True
-            return {"type": "http.disconnect"}
+        return await first_of(self._receive, self._gone)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -190,12 +213,14 @@ class _Inner:
         elif message["type"] == "http.response.body":
             self._parts.append(message.get("body", b""))
 
+    @property
+    def hung_up(self) -> bool:
+        return self._gone.is_set()
+
+    def hang_up(self) -> None:
+        self._gone.set()
+
     def document(self) -> dict[str, Any]:
-        if self._late:
-            raise DeadlineError(
-                f"server: no answer within {self._timeout_s:g} s; ask for fewer tokens, send fewer requests "
-                "at a time, or raise request_timeout_s"
-            )
         try:
             document = json.loads(b"".join(self._parts))
         except ValueError as error:

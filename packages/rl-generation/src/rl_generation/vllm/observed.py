@@ -88,7 +88,7 @@ def _check(sampling: Any, pinned: PinnedRequest) -> None:
         got = getattr(sampling, name, value)
         if got != value and not (not got and not value):
             raise InvalidRequestError(
-                f"server: vLLM would sample with {name}={got!r} where the server was told {value!r}; a parser "
+                f"server: vLLM would sample with {name}={got!r} instead of {value!r}; a parser "
                 "changes it, so take another",
                 name,
             )

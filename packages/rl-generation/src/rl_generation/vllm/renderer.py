@@ -74,7 +74,7 @@ class TokenExactRenderer(OnlineRenderer):
 class _Unbounded:
     """A model's configuration as the renderer sees it: without a context.
 
-    It would not say by how much a prompt exceeds that, and in some releases refuse what has only to be clamped.
+    It would not say by how much a prompt exceeds that, and some releases refuse what has only to be clamped.
     """
 
     max_model_len: int | None = None
