@@ -74,6 +74,7 @@ NEUTRAL = {
     "top_logprobs": 0,
     "metadata": {"anything": "at all"},
     "user": "someone",
+    "web_search_options": None,
 }
 
 

@@ -113,6 +113,8 @@ def parse_body(kind: type[_Body], document: Any) -> _Body:
     """
     if not isinstance(document, dict):
         raise InvalidRequestError("server: the body must be a JSON object")
+    # A field without a value asks for nothing.
+    document = {name: value for name, value in document.items() if value is not None}
     unknown = sorted(set(document) - set(kind.model_fields))
     if unknown:
         near = difflib.get_close_matches(unknown[0], kind.model_fields, n=1)
