@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 
 from ..failures import DeadlineError, InvalidRequestError
 from ..protocol import Completion, GenerationRequest
@@ -57,7 +56,8 @@ def create_app(
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
     app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
     app.add_api_route("/health", endpoints.health, methods=["GET"])
-    app.add_exception_handler(HTTPException, _unknown_route)
+    for status in (404, 405):
+        app.add_exception_handler(status, _unknown_route)
     return app
 
 

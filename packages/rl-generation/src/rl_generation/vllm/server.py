@@ -113,7 +113,7 @@ async def _vllm_app(client: ObservedClient, settings: VllmServerSettings, contra
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
-    from starlette.responses import Response
+    from fastapi import Response
 
     exchange = CURRENT.get()
     if exchange is not None and isinstance(error, GenerationError):
