@@ -51,6 +51,9 @@ def test_l2_a_key_in_the_wrong_section_names_the_right_one():
         ("group_size", "algorithm.group_size"),
         ("model.tiny.hiden_size", "model.tiny.hidden_size"),
         ("generation.tempurature", "generation.temperature"),
+        ("generation.backend", "generation.engine"),
+        ("generation.replicas", "generation.vllm.replicas"),
+        ("generation.vllm.max_model_length", "generation.vllm.max_model_len"),
     ],
 )
 def test_a_misspelt_key_names_the_one_that_was_meant(unknown, meant):
@@ -71,6 +74,30 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         (["generation.top_p=0.9"], ["top_p=0.9", "cannot score", "top_p=1"]),
         (["generation.top_k=5"], ["top_k=5", "cannot score"]),
         (["generation.temperature=0"], ["generation.temperature=0"]),
+        (["generation.engine=sglang"], ["generation.engine='sglang'", "'megatron', 'vllm' or 'trtllm'"]),
+        (["generation.vllm.replicas=0"], ["generation.vllm.replicas=0", "greater than 0"]),
+        (["generation.vllm.engine_arguments=3"], ["generation.vllm.engine_arguments=3", "dictionary"]),
+        (["generation.server.enabled=true"], ["the engine megatron", "serves no HTTP", "engine=vllm"]),
+        (
+            ["generation.engine=vllm", "generation.server.ports=[9000, 8000]"],
+            ["generation.server: ports must rise"],
+        ),
+        (
+            ["generation.engine=trtllm", "generation.server.tool_parser=hermes"],
+            ["server.tool_parser", "engine=trtllm"],
+        ),
+        (
+            ["generation.engine=vllm", "generation.vllm.max_model_len=32"],
+            ["max_new_tokens=32 leaves no room for a prompt in vllm.max_model_len=32"],
+        ),
+        (
+            ["generation.engine=vllm", "generation.vllm.dtype=bfloat16"],
+            ["generation.vllm.dtype=bfloat16", "policy.precision=float32", "algorithm.importance_correction"],
+        ),
+        (
+            ["generation.engine=trtllm", "generation.trtllm.dtype=float16", "policy.precision=bfloat16"],
+            ["generation.trtllm.dtype=float16", "policy.precision=bfloat16"],
+        ),
         (["algorithm.advantage=gae"], ["algorithm.advantage='gae'", "'grpo'"]),
         (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
         (["data.train.path=x.jsonl"], ["exactly one of data.train.dataset_name"]),
@@ -86,6 +113,23 @@ def test_a_value_that_cannot_be_meant_names_key_and_remedy(words, told):
     message = refused(*words)
     for part in told:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generation.engine=vllm", "generation.vllm.dtype=float32"],
+        ["generation.engine=vllm", "generation.vllm.dtype=bfloat16", "policy.precision=bfloat16"],
+        ["generation.vllm.dtype=bfloat16", "generation.vllm.max_model_len=32"],
+        [
+            *("generation.engine=vllm", "generation.vllm.dtype=bfloat16"),
+            *("algorithm.importance_correction=tis", "algorithm.importance_max=2"),
+        ],
+    ],
+)
+def test_an_engine_that_computes_like_the_policy_or_is_corrected_for_is_accepted(words):
+    """Nobody minds the settings of an engine that the run does not use: one key changes engines."""
+    load_config(None, [*SMALLEST, *words])
 
 
 def test_a_missing_or_broken_recipe_is_one_line(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from rl_app_core import engine_plan
 from rl_app_core.config import ConfigError, load_config
 from rl_app_core.config.sections import TinyModel
 from rl_app_core.demonstrations import tokenizer_texts
@@ -228,6 +229,9 @@ def test_validate_says_what_it_found_and_writes_nothing(grpo, tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
+    # As in an environment with the engine; what is said where there is none has a test of its own.
+    monkeypatch.setattr(engine_plan, "find_spec", lambda name: name)
+    monkeypatch.setattr(engine_plan, "is_cpu_build", lambda: True)
     words = []
     if name == "smollm":
         with pytest.raises(ConfigError, match=r"model\.path"):
@@ -239,5 +243,32 @@ def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch
     assert prepared.problems.held_out
 
 
-def test_the_recipes_are_the_three_that_the_documentation_names():
-    assert {"cpu", "cpu-tools", "smollm"} <= set(recipe_names())
+def test_the_recipes_are_those_that_the_documentation_names():
+    assert {"cpu", "cpu-tools", "cpu-vllm", "smollm"} <= set(recipe_names())
+
+
+def test_the_recipe_with_vllm_is_the_default_one_but_for_its_engine():
+    default, vllm = (load_config(find_recipe(name)).model_dump() for name in ("cpu", "cpu-vllm"))
+    assert vllm["generation"].pop("engine") == "vllm"
+    assert default["generation"].pop("engine") == "megatron"
+    assert vllm["generation"].pop("vllm")["replicas"] == 2
+    default["generation"].pop("vllm")
+    assert vllm == default
+
+
+def test_an_engine_that_is_not_here_is_told_with_the_command_that_has_it(grpo, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_plan, "find_spec", lambda name: None)
+    done = grpo("run", "-c", "cpu-vllm")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: generation.engine=vllm: vLLM is not installed in this environment")
+    assert "`./hatch run vllm:grpo run …`" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorrt_llm_without_a_gpu_says_all_that_is_missing(grpo, tmp_path):
+    done = grpo("run", "generation.engine=trtllm")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: generation.engine=trtllm: TensorRT-LLM cannot run on this machine")
+    assert "the package tensorrt_llm" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -82,6 +82,7 @@ def test_every_step_reports_what_was_promised(world):
         *("reward_mean", "accuracy", "truncated_share", "zero_spread_groups", "length_mean", "tokens"),
         *("failures_infra", "failures_data", "learning_rate", "grad_norm", "loss", "updates", "skipped"),
         *("first_ratio_min", "first_ratio_max", "logprob_gap_mean", "logprob_gap_max"),
+        *("engine_ratio_mean", "engine_ratio_min", "engine_ratio_max"),
         *("seconds_generation", "seconds_training"),
     }
     for step, metrics in world.recorder.entries[1:]:
@@ -103,6 +104,8 @@ def test_the_gap_between_engine_and_policy_shows(world):
     run(world, replace(SETTINGS, steps=1))
     assert world.recorder.series("logprob_gap_mean") == [pytest.approx(0.25, abs=1e-5)]
     assert world.recorder.series("logprob_gap_max") == [pytest.approx(0.25, abs=1e-5)]
+    for name in ("engine_ratio_mean", "engine_ratio_min", "engine_ratio_max"):
+        assert world.recorder.series(name) == [pytest.approx(math.exp(0.25), abs=1e-5)]
 
 
 @pytest.mark.parametrize("updates", [1, 3])

@@ -40,11 +40,17 @@ class ClusterError(RuntimeError):
 
 
 @contextlib.contextmanager
-def ray_cluster(settings: Cluster, logs: Path) -> Generator[None]:
+def ray_cluster(settings: Cluster, logs: Path, *, actors: int = 1) -> Generator[None]:
     """Join the cluster at ``settings.address``, or run one on this machine until the block ends.
 
     A cluster started here ends with this process, however it ends. After an error its logs are kept in
     ``logs/ray``.
+
+    Args:
+        settings: where.
+        logs: of the run.
+        actors: how many the run starts. A cluster of its own has room for them on any machine: each takes
+            turns with the others where there are fewer cores.
 
     Raises:
         ClusterError: it cannot be reached or started, or others could reach the one on this machine.
@@ -64,6 +70,7 @@ def ray_cluster(settings: Cluster, logs: Path) -> Generator[None]:
                 with _connection(
                     "on this machine",
                     address="local",
+                    num_cpus=max(os.cpu_count() or 1, actors),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     _temp_dir=str(scratch),

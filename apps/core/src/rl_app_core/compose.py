@@ -14,9 +14,12 @@ from .cluster import ray_cluster
 from .config import RunConfig
 from .conversation import ConversationTokenizer, load_conversation
 from .demonstrations import tokenizer_texts
+from .engine_fleet import running_fleet
+from .engine_plan import EnginePlan, plan_engines
 from .loggers import Loggers
 from .preflight import Prepared
-from .remote import RemoteWorker
+from .remote import RemotePolicy, RemoteWorker
+from .rollout_engine import ColocatedEngine, FleetEngine, RolloutEngine
 from .rollouts import LocalRollouts
 from .run_directory import RunDirectory
 from .tiny_model import write_tiny_model
@@ -28,13 +31,17 @@ class Runtime:
     """The living parts of a run.
 
     Attributes:
-        worker: policy and engine, in a Ray actor.
+        policy: in a Ray actor.
+        engine: what rollouts are sampled with; it always has the policy's newest weights.
+        base_urls: of the engine's servers.
         rollouts: environment and engine, bound together.
         conversation: the tokenizer.
         loggers: where metrics go.
     """
 
-    worker: RemoteWorker
+    policy: RemotePolicy
+    engine: RolloutEngine
+    base_urls: tuple[str, ...]
     rollouts: LocalRollouts
     conversation: ConversationTokenizer
     loggers: Loggers
@@ -59,16 +66,19 @@ def compose(
 
     Raises:
         ConfigError: the model's tokenizer cannot be used.
-        ClusterError, WorkerError: a process did not start.
+        ClusterError, WorkerError, GenerationError: a process did not start.
     """
     config = prepared.config
     model_dir = model_directory(config, directory)
     conversation = load_conversation(model_dir, config.model.chat_template)
+    plan = plan_engines(config, model_dir)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.cluster, directory.logs))
-        worker = stack.enter_context(RemoteWorker(worker_settings(config, model_dir), config.cluster))
+        actors = 1 + (0 if plan is None else len(plan.settings))
+        stack.enter_context(ray_cluster(config.cluster, directory.logs, actors=actors))
+        parts = _colocated(config, model_dir) if plan is None else _apart(config, model_dir, plan)
+        policy, engine, base_urls = stack.enter_context(parts)
         model = EngineChatModel(
-            worker, conversation, config.generation, int(worker.description["max_context"])
+            engine, conversation, config.generation, _longest(config, policy.description["max_context"])
         )
         rollouts = LocalRollouts(
             model,
@@ -79,7 +89,42 @@ def compose(
         directory.forget_after(-1 if resume_step is None else resume_step)
         loggers = Loggers.for_run(directory, elapsed, tensorboard=config.logging.tensorboard)
         stack.callback(loggers.close)
-        yield Runtime(worker, rollouts, conversation, loggers)
+        yield Runtime(policy, engine, base_urls, rollouts, conversation, loggers)
+
+
+_Parts = tuple[RemotePolicy, RolloutEngine, tuple[str, ...]]
+
+
+@contextlib.contextmanager
+def _colocated(config: RunConfig, model_dir: Path) -> Generator[_Parts]:
+    """Policy and engine in one process."""
+    with RemoteWorker(worker_settings(config, model_dir), config.cluster) as worker:
+        yield worker, ColocatedEngine(worker), ()
+
+
+@contextlib.contextmanager
+def _apart(config: RunConfig, model_dir: Path, plan: EnginePlan) -> Generator[_Parts]:
+    """The policy in one process, and replicas of an engine in others; they start at the same time."""
+    settings = worker_settings(config, model_dir)
+    with (
+        RemotePolicy(settings, config.cluster, num_gpus=plan.policy_gpus, wait=False) as policy,
+        running_fleet(plan, config) as fleet,
+    ):
+        policy.wait_until_started()
+        engine = FleetEngine(fleet, policy)
+        try:
+            yield policy, engine, tuple(fleet.base_urls)
+        finally:
+            engine.close()
+
+
+def _longest(config: RunConfig, policy_context: int) -> int:
+    """The most tokens that prompt and answer may have together, for the policy and for the engine."""
+    generation = config.generation
+    if generation.engine == "megatron":
+        return policy_context
+    own = getattr(generation, generation.engine).max_model_len
+    return policy_context if own is None else min(own, policy_context)
 
 
 def model_directory(config: RunConfig, directory: RunDirectory) -> Path:

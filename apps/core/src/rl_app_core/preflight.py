@@ -18,6 +18,7 @@ from rl_policy_megatron.hf_config import read_model_shape
 from .config import ConfigError, RunConfig
 from .conversation import load_conversation
 from .demonstrations import check_maker
+from .engine_plan import check_engine
 from .problems import Problems, load_problems
 
 WORKER = "rl_app_core.workers.ColocatedWorker"
@@ -42,6 +43,7 @@ def prepare(config: RunConfig) -> Prepared:
         make_actor_runtime_env(WORKER)
     except ActorEnvironmentError as error:
         raise ConfigError(str(error)) from error
+    check_engine(config)
     if config.model.chat_template is not None and not config.model.chat_template.is_file():
         raise ConfigError(f"model.chat_template={config.model.chat_template}: there is no such file")
     if config.model.path is not None:
@@ -92,6 +94,14 @@ def _check_context(config: RunConfig) -> None:
     else:
         assert model.tiny is not None
         context = model.tiny.context
+    generation = config.generation
+    if generation.engine != "megatron":
+        own = getattr(generation, generation.engine).max_model_len
+        if own is not None and own > context:
+            raise ConfigError(
+                f"generation.{generation.engine}.max_model_len={own} exceeds the model's context of "
+                f"{context} tokens; lower it or leave it out"
+            )
     if wanted >= context:
         raise ConfigError(
             f"generation.max_new_tokens={wanted} leaves no room for a prompt in the model's context of "

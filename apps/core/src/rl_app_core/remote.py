@@ -6,41 +6,52 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
 from rl_actor_envs.runtime import make_actor_runtime_env
 from rl_algorithms.protocols import Batch, LossFunction
-from rl_generation.protocol import Completion, GenerationRequest
+from rl_generation.protocol import Completion, GenerationRequest, RefitSpec
+from rl_generation.refit.contract import Bucket, TransportName
 from rl_policy_megatron import OptimizerSettings
 
 from .config.sections import Cluster
-from .workers import ColocatedWorker, WorkerSettings
+from .workers import ColocatedWorker, PolicyWorker, WorkerSettings
 
 
 class WorkerError(RuntimeError):
     """A call to a worker failed, timed out, or found the worker dead. The first cause is kept."""
 
 
-class RemoteWorker:
-    """A :class:`~rl_app_core.workers.ColocatedWorker` as a Ray actor, in the environment of its table row.
+class RemotePolicy:
+    """A :class:`~rl_app_core.workers.PolicyWorker` as a Ray actor, and the source of its weights.
+
+    It runs in the environment that the table names for :class:`~rl_app_core.workers.ColocatedWorker`, which
+    holds all that the policy needs.
 
     Args:
         settings: of the worker.
         cluster: deadlines and resources.
+        num_gpus: that it asks Ray for, where others do as well.
+        wait: return when it has started; else :meth:`wait_until_started` has to be called.
 
     Raises:
         WorkerError: it did not start within ``cluster.start_timeout_s``.
     """
 
-    def __init__(self, settings: WorkerSettings, cluster: Cluster) -> None:
+    worker_class: ClassVar[type[PolicyWorker]] = PolicyWorker
+
+    def __init__(
+        self, settings: WorkerSettings, cluster: Cluster, *, num_gpus: float = 0.0, wait: bool = True
+    ) -> None:
         import ray
 
         self._cluster = cluster
         runtime_env = make_actor_runtime_env(ColocatedWorker)
-        actor = ray.remote(ColocatedWorker).options(
+        actor: Any = ray.remote(self.worker_class).options(
             num_cpus=1,
+            num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
             runtime_env={
@@ -49,15 +60,38 @@ class RemoteWorker:
             },
         )
         self._actor: Any = actor.remote(settings)
+        self._starting: Any = self._ask("start")
+        self.description: dict[str, Any] = {}
+        if wait:
+            self.wait_until_started()
+
+    def wait_until_started(self) -> None:
+        """Return when it has loaded its model; ``description`` holds facts about it from then on.
+
+        Raises:
+            WorkerError: it did not within ``cluster.start_timeout_s``; it is ended then.
+        """
         try:
-            self.description: dict[str, Any] = self._call("start", timeout_s=cluster.start_timeout_s)
+            self.description = self._result("start", self._starting, self._cluster.start_timeout_s)
         except BaseException:
             self._end()
             raise
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """See :class:`rl_generation.protocol.Generation`."""
-        return self._call("generate", list(requests))
+    def weight_version(self) -> int:
+        """How many updates have made the present weights."""
+        return self._call("weight_version")
+
+    def begin(self, transport: TransportName) -> RefitSpec:
+        """See :class:`rl_generation.refit.contract.WeightSource`."""
+        return self._call("begin", transport)
+
+    def next_bucket(self) -> Bucket | None:
+        """See :class:`rl_generation.refit.contract.WeightSource`."""
+        return self._call("next_bucket")
+
+    def end(self) -> None:
+        """See :class:`rl_generation.refit.contract.WeightSource`."""
+        self._call("end")
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """See :class:`rl_algorithms.protocols.PolicyTrainer`."""
@@ -91,7 +125,7 @@ class RemoteWorker:
         """Largest resident size of the worker so far, in MiB."""
         return self._call("peak_memory_mb")
 
-    def __enter__(self) -> RemoteWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -126,18 +160,23 @@ class RemoteWorker:
         with contextlib.suppress(Exception):
             ray.kill(actor)
 
-    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._result(method, self._ask(method, *arguments), self._cluster.call_timeout_s)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        if self._actor is None:
+            raise WorkerError(f"worker: {method} was called after shutdown")
+        return getattr(self._actor, method).remote(*arguments)
+
+    def _result(self, method: str, answer: Any, timeout_s: float) -> Any:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-        if self._actor is None:
-            raise WorkerError(f"worker: {method} was called after shutdown")
-        deadline = timeout_s if timeout_s is not None else self._cluster.call_timeout_s
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=deadline)
+            return ray.get(answer, timeout=timeout_s)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"worker: {method} did not answer within {deadline:g} s; raise cluster.call_timeout_s or "
+                f"worker: {method} did not answer within {timeout_s:g} s; raise cluster.call_timeout_s or "
                 "cluster.start_timeout_s if the model is large"
             ) from error
         except RayTaskError as error:
@@ -150,6 +189,16 @@ class RemoteWorker:
         except RayError as error:
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise WorkerError(f"worker: {method} was lost: {reason}") from error
+
+
+class RemoteWorker(RemotePolicy):
+    """The same with the engine that shares the policy's weights."""
+
+    worker_class: ClassVar[type[PolicyWorker]] = ColocatedWorker
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`rl_generation.protocol.Generation`."""
+        return self._call("generate", list(requests))
 
 
 def _first_line(error: Exception) -> str:

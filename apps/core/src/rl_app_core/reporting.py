@@ -60,7 +60,7 @@ class RunReporter:
 
     def advance(self, name: str, step: int, numbers: Mapping[str, float], *, measured: bool = False) -> None:
         """Step ``step`` of the phase is done; a ``measured`` one has a result worth keeping on the screen."""
-        note = "  ".join(f"{label} {value:.3g}" for label, value in numbers.items())
+        note = "  ".join(f"{label} {_short(value)}" for label, value in numbers.items())
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, note=note)
         if self._is_due(step, measured):
@@ -80,3 +80,7 @@ class RunReporter:
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

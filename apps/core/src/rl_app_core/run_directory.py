@@ -27,10 +27,15 @@ class Summary:
         seconds: wall time from the start of the command; a resumed run adds what the earlier parts had
             taken up to the checkpoint that it continues from.
         tokens: sampled in training rollouts.
-        seconds_generation: of the rollouts of training.
+        seconds_generation: of the rollouts of training, handing over of weights included.
         seconds_training: of scoring and updating.
         peak_memory_mb: largest resident size of the driver plus that of its worker, in MiB.
         seed: of the run.
+        generation_tokens_per_second: of the engine while it sampled for training.
+        seconds_refit: of handing over weights; 0 for an engine that shares the policy's.
+        logprob_gap_mean: of abs(policy − engine) over the sampled tokens of a step, in nats, averaged over
+            the steps.
+        logprob_gap_max: the largest of any step.
     """
 
     steps: int
@@ -42,6 +47,10 @@ class Summary:
     seconds_training: float
     peak_memory_mb: float
     seed: int
+    generation_tokens_per_second: float = 0.0
+    seconds_refit: float = 0.0
+    logprob_gap_mean: float = 0.0
+    logprob_gap_max: float = 0.0
 
 
 class RunDirectory:

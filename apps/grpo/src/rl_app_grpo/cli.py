@@ -122,6 +122,7 @@ def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
 def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Running) -> None:
     from rl_app_core.reporting import RunReporter
 
+    from .engine_metrics import engine_line
     from .job import run_job
 
     quiet_process()
@@ -135,6 +136,7 @@ def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Run
             f"after      held-out accuracy {summary.held_out_before:.3f} -> {summary.held_out_after:.3f} "
             f"({gained:+.3f}) in {summary.steps} steps, {summary.seconds:.0f} s"
         )
+        reporter.line(f"engine     {engine_line(summary)}")
         reporter.line(f"summary    {directory.summary_file}")
 
 

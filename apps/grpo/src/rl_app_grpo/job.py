@@ -21,6 +21,7 @@ from rl_app_core.rollouts import measure
 from rl_app_core.run_directory import RunDirectory, Summary, append_record
 from rl_gym_bridge.trajectory import Trajectory
 
+from .engine_metrics import EngineMetrics, engine_summary
 from .settings import loop_settings, policy_loss
 
 
@@ -58,11 +59,14 @@ def run_job(
     def elapsed() -> float:
         return earlier + time.perf_counter() - began
 
-    reporter.line("starting   the worker")
+    engine = config.generation.engine
+    reporter.line("starting   the worker" if engine == "megatron" else f"starting   the policy and {engine}")
     with compose(prepared, directory, elapsed, resume_step=resume_step) as runtime:
-        worker = runtime.worker
+        policy = runtime.policy
+        for url in runtime.base_urls:
+            reporter.line(f"serving    {url}")
         reporter.line(
-            f"model      {worker.description['parameters']:,} parameters; problems: "
+            f"model      {policy.description['parameters']:,} parameters; problems: "
             f"{len(prepared.problems.train):,} to train on, {len(prepared.problems.held_out):,} held out"
         )
         stop = StopRequest(lambda name: reporter.line(f"{name}: stopping at the next safe point"))
@@ -83,8 +87,9 @@ def run_job(
             tokens=result.tokens,
             seconds_generation=round(result.seconds_generation, 2),
             seconds_training=round(result.seconds_training, 2),
-            peak_memory_mb=round(worker.peak_memory_mb() + peak_memory_mb(), 1),
+            peak_memory_mb=round(policy.peak_memory_mb() + peak_memory_mb(), 1),
             seed=config.seed,
+            **engine_summary(directory.records()),
         )
     directory.write_summary(summary)
     return summary
@@ -120,7 +125,7 @@ def _warm_start(prepared: Prepared, runtime: Runtime, reporter: RunReporter, sto
         reporter.begin_phase("warm start", warm.steps)
         result = run_sft(
             settings=SFTSettings(warm.steps, schedule),
-            policy=runtime.worker,
+            policy=runtime.policy,
             batch_for_step=lambda step: warm_start_batch(prepared, runtime, step),
             on_step=lambda step, metrics: reporter.advance("warm start", step, {"loss": metrics["loss"]}),
             should_stop=lambda: stop.requested,
@@ -128,9 +133,9 @@ def _warm_start(prepared: Prepared, runtime: Runtime, reporter: RunReporter, sto
         reporter.end_phase()
         if result.stopped:
             raise _interrupted(stop, f"stopped in the warm start after {result.steps_done} steps")
-        runtime.worker.reset_optimizer(algorithm_optimizer(config))
+        runtime.policy.reset_optimizer(algorithm_optimizer(config))
     if config.algorithm.kl_coefficient:
-        runtime.worker.keep_reference()
+        runtime.policy.keep_reference()
 
 
 def _train(
@@ -152,6 +157,7 @@ def _train(
             reporter.line(f"before     held-out accuracy {found['accuracy']:.3f}")
         return found
 
+    measured = EngineMetrics(runtime.loggers, runtime.engine)
     reporter.begin_phase("grpo", steps, completed=first)
     try:
         return run_grpo(
@@ -159,14 +165,14 @@ def _train(
             rows=prepared.problems.train,
             rows_digest=prepared.problems.digest,
             source=runtime.rollouts,
-            policy=runtime.worker,
+            policy=runtime.policy,
             loss_fn=policy_loss(config),
             pad_token_id=runtime.conversation.pad_token_id,
             evaluate=evaluate,
-            metrics_logger=runtime.loggers,
+            metrics_logger=measured,
             checkpoints=store,
             resume_from=resume_from,
-            on_step=_watcher(config, reporter, directory),
+            on_step=_watcher(config, reporter, directory, measured),
             should_stop=lambda: stop.requested,
         )
     finally:
@@ -174,7 +180,7 @@ def _train(
 
 
 def _watcher(
-    config: RunConfig, reporter: RunReporter, directory: RunDirectory
+    config: RunConfig, reporter: RunReporter, directory: RunDirectory, measured: EngineMetrics
 ) -> Callable[[StepReport], None]:
     def watch(report: StepReport) -> None:
         metrics = report.metrics
@@ -184,6 +190,7 @@ def _watcher(
             shown["held-out accuracy"] = held_out
         if failures := metrics["failures_infra"] + metrics["failures_data"]:
             shown["failed rollouts"] = failures
+        shown |= measured.shown
         reporter.advance("grpo", report.step, shown, measured=held_out is not None)
         for index, trajectory in enumerate(report.trajectories[: config.logging.rollouts_per_step]):
             record = _rollout_record(report.step, trajectory, float(report.advantages[index]))

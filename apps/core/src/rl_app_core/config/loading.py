@@ -15,6 +15,9 @@ from pydantic_core import ErrorDetails
 from .errors import ConfigError, closest_path
 from .sections import RunConfig
 
+# What earlier versions called a setting, where the names have too little in common to be guessed.
+_RENAMED = {"generation.backend": "generation.engine"}
+
 
 def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML recipe, apply the overrides in order and validate the whole.
@@ -120,12 +123,12 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
 def _explain(item: ErrorDetails) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        hint = closest_path(path, known_paths())
+        hint = _RENAMED.get(path) or closest_path(path, known_paths())
         remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
         return f"{path} is not a setting; {remedy}"
     given = item.get("input")
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if item["type"] == "value_error" or isinstance(given, (dict, BaseModel)):
-        return f"{path}: {message}"
+        return f"{path}: {message}" if path else message
     return f"{path}={given!r}: {message}"

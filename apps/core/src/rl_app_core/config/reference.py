@@ -28,7 +28,7 @@ def _lines(model: type[BaseModel], prefix: str) -> Iterator[str]:
             sections.append((path, section))
             continue
         meaning = " ".join((field.description or "").split())
-        rows.append(f"| `{path}` | {_default(field.default)} | {meaning} |")
+        rows.append(f"| `{path}` | {_default(field.get_default(call_default_factory=True))} | {meaning} |")
     if rows:
         yield f"## {prefix.rstrip('.') or 'General'}"
         yield ""

@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, model_validator
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-# Absolute, so that a resume from another folder finds the same files.
-File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-
-
-class Section(BaseModel):
-    """Frozen, and closed to keys that nobody reads."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``yes`` and ``true`` are 1 to Python; nobody who writes them means that."""
-        field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise ValueError(f"{value} is a flag, and this is not one")
-        return value
+from .generation import Generation
+from .section import Beta, Count, File, NonNegative, Positive, Section, Share
 
 
 class TinyModel(Section):
@@ -99,7 +67,7 @@ class TrainData(Section):
 
     dataset_name: str | None = None
     """A generator of the reasoning-gym library, such as ``basic_arithmetic``."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Of the generator, as its library documents them."""
     size: PositiveInt = 20000
     """Draws from the generator; repeated problems count once."""
@@ -273,30 +241,6 @@ class Rewards(Section):
     """Factor on the reward of truncated answers, instead of the overlong penalty."""
 
 
-class Generation(Section):
-    """The rollout engine and how it samples during training."""
-
-    backend: Literal["megatron"] = "megatron"
-    """``megatron``: the policy's own model with a key-value cache."""
-    max_new_tokens: PositiveInt = 32
-    """Per turn."""
-    temperature: Positive = 1.0
-    """Of sampling and of scoring."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must be 1: the policy cannot score a truncated distribution."""
-    top_k: Count = 0
-    """Must be 0, for the same reason."""
-
-    @model_validator(mode="after")
-    def _scorable(self) -> Generation:
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: the policy cannot score a truncated distribution; "
-                "train with top_p=1 and top_k=0 and use temperature instead"
-            )
-        return self
-
-
 class Policy(Section):
     """How the policy computes."""
 
@@ -363,3 +307,17 @@ class RunConfig(Section):
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _engine_computes_like_the_policy(self) -> RunConfig:
+        generation = self.generation
+        if generation.engine == "megatron":
+            return self
+        wanted = getattr(generation, generation.engine).dtype
+        if wanted not in (None, self.policy.precision) and self.algorithm.importance_correction is None:
+            raise ValueError(
+                f"generation.{generation.engine}.dtype={wanted} and policy.precision={self.policy.precision} "
+                "give other probabilities to the same tokens; leave the first out, or correct for it with "
+                "algorithm.importance_correction"
+            )
+        return self

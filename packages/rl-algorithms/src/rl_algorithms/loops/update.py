@@ -38,8 +38,9 @@ def update_policy(
 
     Metrics: ``loss`` and ``grad_norm`` are means over the updates; ``first_ratio_min`` and
     ``first_ratio_max`` belong to the first update, where the ratio must be 1; the loss's other
-    metrics are those of the last update; ``logprob_gap_mean`` and ``logprob_gap_max`` compare
-    engine and policy over every trained token of the step.
+    metrics are those of the last update; ``logprob_gap_mean`` and ``logprob_gap_max``, of
+    abs(policy − engine) in nats, and ``engine_ratio_mean``, ``engine_ratio_min`` and ``engine_ratio_max``,
+    of exp(policy − engine), compare engine and policy over every trained token of the step.
 
     Raises:
         LoopError: loss or gradient norm is not finite.
@@ -95,12 +96,19 @@ def _score(batch: TrainBatch, policy: PolicyTrainer, loss_fn: PolicyGradientLoss
 
 
 def _engine_gap(batches: list[TrainBatch]) -> dict[str, float]:
-    gaps = [
-        (batch.prev_logprobs - batch.generation_logprobs)[batch.loss_mask].abs()
+    differences = [
+        (batch.prev_logprobs - batch.generation_logprobs)[batch.loss_mask]
         for batch in batches
         if batch.prev_logprobs is not None
     ]
-    if not gaps:
+    if not differences:
         return {}
-    gap = torch.cat(gaps).double()
-    return {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
+    difference = torch.cat(differences).double()
+    gap, ratio = difference.abs(), difference.exp()
+    return {
+        "logprob_gap_mean": float(gap.mean()),
+        "logprob_gap_max": float(gap.max()),
+        "engine_ratio_mean": float(ratio.mean()),
+        "engine_ratio_min": float(ratio.min()),
+        "engine_ratio_max": float(ratio.max()),
+    }

@@ -1,0 +1,67 @@
+"""The replicas of the run's engine, in Ray actors, as one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Generator
+from typing import Any
+
+from rl_generation.fleet.fleet import Fleet
+from rl_generation.fleet.ray_replica import RayReplica
+from rl_generation.fleet.ray_settings import RaySettings
+from rl_generation.fleet.settings import FleetSettings
+
+from .config import RunConfig
+from .engine_plan import EnginePlan
+
+# Nobody waits longer for replicas of a run that has failed: they may be busy, and are ended.
+_AFTER_A_FAILURE_S = 5.0
+
+
+@contextlib.contextmanager
+def running_fleet(plan: EnginePlan, config: RunConfig) -> Generator[Fleet]:
+    """Start the replicas, and end them with the block.
+
+    Raises:
+        GenerationError: one did not start.
+    """
+    fleet = build_fleet(plan, config)
+    patience_s = _AFTER_A_FAILURE_S
+    try:
+        fleet.start()
+        yield fleet
+        patience_s = config.cluster.shutdown_timeout_s
+    finally:
+        fleet.shutdown(patience_s)
+
+
+def build_fleet(plan: EnginePlan, config: RunConfig) -> Fleet:
+    """The fleet, not started."""
+    cluster = config.cluster
+    actor_class = _named(plan.actor)
+    ray = RaySettings(
+        num_gpus=plan.num_gpus,
+        schedule_timeout_s=cluster.start_timeout_s,
+        start_timeout_s=cluster.start_timeout_s,
+        generate_timeout_s=cluster.call_timeout_s,
+    )
+    replicas = [
+        RayReplica(settings.name, actor_class, (settings, plan.listen, plan.server), ray)
+        for settings in plan.settings
+    ]
+    # Processes of one machine share memory; elsewhere the bytes have to travel.
+    transport = "shared_memory" if cluster.address is None else "object_store"
+    return Fleet(
+        replicas,
+        FleetSettings(
+            request_timeout_s=cluster.call_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+            transport=transport,
+        ),
+    )
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,156 @@
+"""The run's engine as its rollouts see it: always on the policy's newest weights, and measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Protocol
+
+from rl_generation.failures import GenerationError
+from rl_generation.fleet.fleet import Fleet
+from rl_generation.fleet.states import ReplicaState
+from rl_generation.protocol import Completion, GenerationRequest
+from rl_generation.refit.contract import WeightSource
+
+from .chat_model import TokenEngine
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.5
+
+
+class VersionedSource(WeightSource, Protocol):
+    """A policy whose weights can be handed over, and that counts how often they have changed."""
+
+    def weight_version(self) -> int:
+        """Grows with every update."""
+        ...
+
+
+class RolloutEngine(TokenEngine, Protocol):
+    """What a run samples with."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers since the last call, ready to log.
+
+        ``engine_seconds`` of sampling (not of greedy decoding) and ``generation_tokens_per_second`` in them,
+        where something was sampled; with an engine apart from the policy also ``refit_seconds``, where
+        weights were handed over, ``replicas_serving`` now, and since the start ``replica_restarts`` and
+        ``requests_sent_again``.
+        """
+        ...
+
+
+class ColocatedEngine:
+    """An engine that shares the policy's weights, so nothing is handed over."""
+
+    def __init__(self, engine: TokenEngine) -> None:
+        self._engine = engine
+        self._meter = _Meter()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`rl_generation.protocol.Generation`."""
+        return self._meter.sampling(self._engine.generate, requests)
+
+    def take_metrics(self) -> dict[str, float]:
+        """See :class:`RolloutEngine`."""
+        return self._meter.take()
+
+
+class FleetEngine:
+    """Replicas apart from the policy. Before anything is sampled they are given its newest weights.
+
+    A replica that died and is back has old weights: it gets the present ones before the next requests, or
+    in the midst of those that wait for it.
+
+    Args:
+        fleet: a started one.
+        policy: where the weights come from.
+    """
+
+    def __init__(self, fleet: Fleet, policy: VersionedSource) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._meter = _Meter()
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`rl_generation.protocol.Generation`.
+
+        Raises:
+            GenerationError: no replica could take the new weights or serve, or a request is at fault.
+        """
+        version = self._policy.weight_version()
+        if version != self._fleet.weight_version:
+            self._refit(lambda: self._fleet.update_from(self._policy, version))
+        else:
+            self._revive()
+        return self._meter.sampling(self._sample, requests)
+
+    def take_metrics(self) -> dict[str, float]:
+        """See :class:`RolloutEngine`."""
+        counts = self._fleet.metrics()
+        return {
+            **self._meter.take(),
+            "replicas_serving": counts["serving"],
+            "replica_restarts": counts["restarts"],
+            "requests_sent_again": counts["sent_again"],
+        }
+
+    def close(self) -> None:
+        """Let go of its thread; the fleet is its owner's."""
+        self._waiter.shutdown(wait=False)
+
+    def _sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        answers = self._waiter.submit(self._fleet.generate, requests)
+        while not wait([answers], timeout=_LOOK_EVERY_S).done:
+            # If every replica has died, this is what the requests wait for.
+            self._revive()
+        return answers.result()
+
+    def _revive(self) -> None:
+        if ReplicaState.STALE not in self._fleet.states.values():
+            return
+        try:
+            self._refit(lambda: self._fleet.refit_stale(self._policy))
+        except GenerationError as error:
+            # The others serve. If there are none, the requests fail by their own deadline.
+            logger.warning("a replica that is back was not given its weights: %s", error)
+
+    def _refit(self, work: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        try:
+            work()
+        finally:
+            self._meter.refit_seconds += time.perf_counter() - began
+
+
+class _Meter:
+    def __init__(self) -> None:
+        self.refit_seconds = 0.0
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def sampling(
+        self,
+        generate: Callable[[Sequence[GenerationRequest]], list[Completion]],
+        requests: Sequence[GenerationRequest],
+    ) -> list[Completion]:
+        began = time.perf_counter()
+        answers = generate(requests)
+        if any(request.sampling.temperature > 0 for request in requests):
+            self._seconds += time.perf_counter() - began
+            self._tokens += sum(len(answer.token_ids) for answer in answers)
+        return answers
+
+    def take(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self._seconds > 0:
+            metrics["engine_seconds"] = self._seconds
+            metrics["generation_tokens_per_second"] = self._tokens / self._seconds
+        if self.refit_seconds > 0:
+            metrics["refit_seconds"] = self.refit_seconds
+        self.refit_seconds, self._seconds, self._tokens = 0.0, 0.0, 0
+        return metrics
