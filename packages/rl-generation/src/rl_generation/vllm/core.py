@@ -168,7 +168,7 @@ class EngineCore:
                 self._weights.abort()
                 with contextlib.suppress(GenerationError):
                     await self._workers("rl_abort_refit")
-                await self._release()
+                await self._let_go_anyway()
                 raise
 
     async def load_bucket(self, bucket: Bucket) -> None:
@@ -216,8 +216,12 @@ class EngineCore:
         """Stop sampling; requests in flight keep what they have."""
         self._require_started()
         async with self._control:
+            try:
+                await self._hold()
+            except BaseException:
+                await self._let_go_anyway()
+                raise
             self._paused = True
-            await self._hold()
 
     async def resume(self) -> None:
         """Undo :meth:`pause`; during a refit sampling goes on after it."""
@@ -327,9 +331,9 @@ class EngineCore:
         self._grow_stale(reason)
         with contextlib.suppress(GenerationError):
             await self._workers("rl_abort_refit")
+        with contextlib.suppress(GenerationError):
             await self._within(self._driver.abort_all(), "ending requests", self._settings.control_timeout_s)
-            await self._within(self._driver.drop_caches(), "dropping caches", self._settings.refit_timeout_s)
-            await self._release()
+        await self._let_go_anyway()
 
     async def _hold(self) -> None:
         await self._within(self._driver.hold(), "a pause", self._settings.control_timeout_s)
@@ -337,6 +341,11 @@ class EngineCore:
     async def _release(self) -> None:
         if not self._paused and not self._asleep and not self._weights.arriving and not self._dead.here:
             await self._within(self._driver.let_go(), "resuming", self._settings.control_timeout_s)
+
+    async def _let_go_anyway(self) -> None:
+        """Where something failed already that says more."""
+        with contextlib.suppress(GenerationError):
+            await self._release()
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
         what = method.removeprefix("rl_").replace("_", " ")
