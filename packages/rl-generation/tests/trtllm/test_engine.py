@@ -23,7 +23,7 @@ from rl_generation.failures import (
 from rl_generation.protocol import Completion, GenerationRequest, SamplingParams
 from rl_generation.trtllm import TrtllmEngine, TrtllmSettings
 
-from .conftest import CONTEXT, STOP, VOCAB, TinyModel, logprobs_of
+from .conftest import CONTEXT, VOCAB, TinyModel, logprobs_of
 
 PROMPT = (5, 9, 4, 11)
 NEWER = pytest.mark.parametrize("release", ["1.3.0"], scope="module")
@@ -147,18 +147,7 @@ def test_a_stop_token_in_the_prompt_stops_nothing(on_engine: Callable[..., Any])
     assert (answer.token_ids, answer.stop_reason) == (free.token_ids, "length")
 
 
-def test_f6_the_models_own_end_token_stops_nothing_unless_the_request_names_it(
-    on_engine: Callable[..., Any], double: Any
-) -> None:
-    async def scenario(engine: TrtllmEngine) -> list[Completion]:
-        return await engine.generate([request(seed=i, tokens=30) for i in range(12)])
-
-    answers = on_engine(scenario)
-    assert any(STOP in answer.token_ids[:-1] for answer in answers), "choose other seeds"
-    assert {len(answer.token_ids) for answer in answers} == {30}
-
-
-def test_f6_what_the_models_folder_says_about_sampling_is_neutralised(
+def test_f6_what_the_models_folder_says_about_sampling_and_ends_is_neutralised(
     double: Any, models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -177,6 +166,7 @@ def test_f6_what_the_models_folder_says_about_sampling_is_neutralised(
     asked = asyncio.run(scenario())
     assert (asked.temperature, asked.top_p, asked.top_k, asked.repetition_penalty) == (1.0, 1.0, 0, 1.0)
     assert asked.min_p is None
+    assert (asked.end_id, asked.stop_token_ids) == (-1, None), "the model's own end token must stop nothing"
 
 
 def test_an_answer_is_clamped_to_the_context(on_engine: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..failures import DeadlineError, GenerationError
-from ..protocol import EngineStopReason
+from ..protocol import Completion, EngineStopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,49 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: EngineStopReason
+
+
+class Answer:
+    """What a request has so far, over pauses and changes of weights.
+
+    Args:
+        limit: the most tokens that it may have, ≥ 1.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reason: EngineStopReason = "aborted"
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """How many more tokens there may be."""
+        return self._limit - len(self.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be sampled."""
+        return self._reason != "aborted"
+
+    def take(self, piece: Piece, version: int) -> None:
+        """Append what weights of that version sampled."""
+        self.token_ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        self._versions += [version] * len(piece.token_ids)
+        # An abort can come together with the last token that there was room for.
+        self._reason = "length" if piece.stop_reason == "aborted" and not self.room else piece.stop_reason
+
+    def completion(self, version: int) -> Completion:
+        """As it is now; ``version`` is that of an answer without tokens."""
+        return Completion(
+            tuple(self.token_ids),
+            tuple(self._logprobs),
+            self._reason,
+            self._versions[-1] if self._versions else version,
+            tuple(self._versions) if len(set(self._versions)) > 1 else (),
+        )
 
 
 def read_output(output: Any, stop_token_ids: Collection[int], room: int, component: str) -> Piece:

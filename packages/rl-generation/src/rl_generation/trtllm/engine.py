@@ -25,6 +25,7 @@ from ..protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
 from ..refit.contract import Bucket, RefitAck
 from ..refit.settings import TransportSettings
 from .admission import Flight
+from .answers import Answer
 from .api import TrtllmApi
 from .availability import require_available
 from .faults import classified
@@ -33,7 +34,7 @@ from .model_files import model_facts
 from .pausing import Pauses
 from .refit import WeightLoader
 from .sampler import Sampler
-from .sampling_arguments import model_opinions
+from .sampling_arguments import is_scorable, model_opinions
 from .settings import TrtllmSettings
 
 _PAUSE, _REFIT, _SLEEP = "a pause", "a refit", "a sleep"
@@ -84,6 +85,19 @@ class TrtllmEngine:
         """Version of the weights that the next token is sampled from."""
         version = self._weights.version if self._weights is not None else None
         return self._settings.weight_version if version is None else version
+
+    @property
+    def stale(self) -> bool:
+        """Whether nothing may be sampled before a refit completes."""
+        return self._weights is not None and self._weights.stale
+
+    def can_score(self, sampling: SamplingParams) -> bool:
+        """Whether the release reports log-probabilities of the distribution that these settings sample from.
+
+        Raises:
+            NotReadyError: not started.
+        """
+        return is_scorable(sampling, self._require_api())
 
     async def start(self, *, stale: bool = False) -> ReplicaFacts:
         """Look at the machine, import TensorRT-LLM, start its workers and load the checkpoint.
@@ -143,7 +157,7 @@ class TrtllmEngine:
         sampler = self._ready()
         limits = [sampler.room_for(request) for request in requests]
         tasks = [
-            asyncio.ensure_future(self._complete(request, limit))
+            asyncio.ensure_future(self._complete(request, limit, sampler))
             for request, limit in zip(requests, limits, strict=True)
         ]
         try:
@@ -305,38 +319,22 @@ class TrtllmEngine:
             pass
         await end(llm, self._name, max(deadline - time.monotonic(), 0.001))
 
-    async def _complete(self, request: GenerationRequest, limit: int) -> Completion:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        while True:
+    async def _complete(self, request: GenerationRequest, limit: int, sampler: Sampler) -> Completion:
+        answer = Answer(limit)
+        while not answer.ended:
             await self._pauses.pass_through()
-            sampler, pauses = self._ready(), self._pauses.count
-            if self._loader.stale:
+            if self.stale:
                 raise StaleWeightsError(
                     f"{self._name}: the weights are old or a mixture; sampling needs a completed refit"
                 )
-            version = self.weight_version
-            piece = await sampler.sample(request, tokens, limit - len(tokens))
-            tokens += piece.token_ids
-            logprobs += piece.logprobs
-            versions += [version] * len(piece.token_ids)
-            reason = piece.stop_reason
-            if reason == "aborted" and len(tokens) >= limit:
-                reason = "length"
-            if reason != "aborted" or self._closed:
+            pauses, version = self._pauses.count, self.weight_version
+            answer.take(await sampler.sample(request, answer.token_ids, answer.room), version)
+            if self._closed:
                 break
-            if pauses == self._pauses.count:
+            if not answer.ended and pauses == self._pauses.count:
                 raise InfraError(f"{self._name}: the engine gave up a request that nobody aborted")
         self._requests_done += 1
-        mixed = len(set(versions)) > 1
-        return Completion(
-            tuple(tokens),
-            tuple(logprobs),
-            reason,
-            versions[-1] if versions else self.weight_version,
-            tuple(versions) if mixed else (),
-        )
+        return answer.completion(self.weight_version)
 
     @asynccontextmanager
     async def _memory_deadline(self, action: str) -> AsyncGenerator[None]:

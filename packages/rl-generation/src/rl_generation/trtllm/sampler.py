@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from .admission import Flight
 from .answers import Piece, read_output
 from .api import TrtllmApi
 from .faults import classified
-from .sampling_arguments import is_certain, refuse_unscorable, sampling_arguments
+from .sampling_arguments import is_certain, refuse_unscorable, sampling_arguments, stretch_seed
 from .settings import TrtllmSettings
 
 
@@ -45,6 +46,8 @@ class Sampler:
         self._flight = flight
         self._vocab_size = vocab_size
         self._neutral = neutral
+        # Requests without a seed: replicas of one job must not draw the same numbers.
+        self._random = random.Random(f"{settings.seed} {settings.replica}")
         self.sampled_tokens = 0
 
     def room_for(self, request: GenerationRequest) -> int:
@@ -82,7 +85,9 @@ class Sampler:
             EngineDeadError: a worker is gone.
             GenerationError: see :func:`~rl_generation.trtllm.answers.read_output`.
         """
-        arguments = sampling_arguments(request, len(earlier), room, self._api, self._neutral)
+        asked = request.sampling.seed
+        seed = stretch_seed(self._random.getrandbits(63) if asked is None else asked, len(earlier))
+        arguments = sampling_arguments(request, seed, room, self._api, self._neutral)
         prompt = [*request.prompt_token_ids, *earlier]
         timeout_s = self._settings.request_timeout_s
         with classified(self._component, "sample"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ _NEUTRAL: Mapping[str, float | int] = {
 }
 
 _NO_END = -1
-_SEED_BITS = 63
 
 
 def model_opinions(folder: Path) -> dict[str, float | int]:
@@ -37,14 +36,19 @@ def model_opinions(folder: Path) -> dict[str, float | int]:
     return {name: off for name, off in _NEUTRAL.items() if said.get(name) not in (None, off)}
 
 
+def is_scorable(sampling: SamplingParams, api: TrtllmApi) -> bool:
+    """Whether this release reports log-probabilities of the distribution that is sampled from."""
+    plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0
+    return api.processed_logprobs is not None or plain or is_certain(sampling) or sampling.temperature == 0
+
+
 def refuse_unscorable(component: str, sampling: SamplingParams, api: TrtllmApi) -> None:
-    """Refuse settings under which this release reports log-probabilities of another distribution.
+    """Refuse settings that are not :func:`is_scorable`.
 
     Raises:
         RequestError: names the settings and what may be asked instead.
     """
-    plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0
-    if api.processed_logprobs is not None or plain or is_certain(sampling) or sampling.temperature == 0:
+    if is_scorable(sampling, api):
         return
     raise RequestError(
         f"{component}: TensorRT-LLM {api.version} reports log-probabilities of the untempered, unfiltered "
@@ -60,13 +64,13 @@ def is_certain(sampling: SamplingParams) -> bool:
 
 
 def sampling_arguments(
-    request: GenerationRequest, sampled: int, room: int, api: TrtllmApi, neutral: Mapping[str, float | int]
+    request: GenerationRequest, seed: int, room: int, api: TrtllmApi, neutral: Mapping[str, float | int]
 ) -> dict[str, Any]:
     """Keyword arguments of TensorRT-LLM's ``SamplingParams``.
 
     Args:
         request: the whole request.
-        sampled: how many of its tokens exist already, if it continues after a pause.
+        seed: from :func:`stretch_seed`.
         room: how many tokens may still be sampled, ≥ 1.
         api: what the release offers.
         neutral: from :func:`model_opinions`.
@@ -78,7 +82,7 @@ def sampling_arguments(
         "temperature": 0.0 if greedy else sampling.temperature,
         "top_k": 1 if greedy else sampling.top_k,
         "top_p": 1.0 if greedy else sampling.top_p,
-        "seed": _seed(sampling.seed, sampled),
+        "seed": seed,
         # Only what the request names may end it, not what the model's files call its end.
         "end_id": _NO_END,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
@@ -95,9 +99,14 @@ def sampling_arguments(
     return {**arguments, "logprobs": 1}
 
 
-def _seed(seed: int | None, sampled: int) -> int:
-    # An unset seed is 0 to the engine, which would make equal prompts of a group equal answers. A request
-    # that goes on after a pause must not draw its first numbers again.
-    if seed is None:
-        return secrets.randbits(_SEED_BITS)
-    return (seed + sampled) % (1 << _SEED_BITS)
+def stretch_seed(seed: int, sampled: int) -> int:
+    """What one stretch of a request is sampled with, in [0, 2**63).
+
+    A request that goes on after a pause must not draw its first numbers again, nor those of a neighbour.
+
+    Args:
+        seed: of the request. The engine's own default is 0 for every request, so there has to be one.
+        sampled: how many tokens the request has from earlier stretches.
+    """
+    digest = hashlib.blake2b(f"{seed} {sampled}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

@@ -3,8 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+_OWN = {
+    "dtype": "dtype",
+    "enable_sleep": "can_sleep",
+    "kv_cache_config": "prefix_cache and gpu_memory_fraction",
+    "load_format": "load_format",
+    "max_batch_size": "max_batch",
+    "max_num_tokens": "max_batch_tokens",
+    "max_seq_len": "max_context",
+    "model": "model",
+    "per_worker_gpu_share": "worker_gpu_share",
+    "placement_bundle_indices": "bundle_indices",
+    "placement_groups": "placement_groups",
+    "sleep_config": "can_sleep",
+    "tensor_parallel_size": "tensor_parallel",
+    "trust_remote_code": "trust_remote_code",
+}
+_FIXED = frozenset(
+    {
+        "backend",
+        "orchestrator_type",
+        "ray_placement_config",
+        "ray_worker_extension_cls",
+        "sampler_type",
+        "skip_tokenizer_init",
+    }
+)
+_UNSCORABLE = frozenset(
+    {
+        "batched_logits_processor",
+        "enable_lora",
+        "lora_config",
+        "quant_config",
+        "speculative_config",
+        "speculative_model",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +58,8 @@ class TrtllmSettings:
         dtype: of weights and activations, torch's name without the prefix; ``auto`` is the checkpoint's.
         load_format: ``auto`` reads the checkpoint; ``dummy`` starts with numbers without meaning, so that the
             engine counts as stale and serves nothing before its first refit.
+        seed: of the job. Requests without a seed draw from a state that it and ``replica`` decide.
+        replica: number of this engine among those of the job.
         weight_version: of the checkpoint.
         prefix_cache: whether prompts share what they have in common. A refit always empties it.
         gpu_memory_fraction: part of the GPU's free memory, in (0, 1), that the key-value cache takes.
@@ -30,7 +69,7 @@ class TrtllmSettings:
         bundle_indices: one tuple of bundles per placement group, one bundle per worker.
         can_sleep: whether memory can be given back; it costs a special allocator.
         trust_remote_code: run code that came with the model.
-        llm_arguments: passed on to ``AsyncLLM`` as they are; they win over everything above.
+        llm_arguments: passed on to ``AsyncLLM`` as they are.
         start_timeout_s: to load the model and to compile.
         request_timeout_s: to sample one request, from admission to its last token, without pauses.
         pause_timeout_s: to wait for a pause or a refit to end, or for requests in flight to stop for one.
@@ -39,7 +78,8 @@ class TrtllmSettings:
         probe_timeout_s: for one token, or for one sign of life.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        ValueError: a value outside its range, or an argument of ``AsyncLLM`` that is set above or that makes
+            tokens inexact or impossible to score. Names it.
     """
 
     model: str
@@ -50,6 +90,8 @@ class TrtllmSettings:
     tensor_parallel: int = 1
     dtype: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+    replica: int = 0
     weight_version: int = 0
     prefix_cache: bool = True
     gpu_memory_fraction: float = 0.85
@@ -67,11 +109,10 @@ class TrtllmSettings:
     probe_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_batch", "tensor_parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_context < 2:
-            raise ValueError(f"max_context must hold a prompt and a token, got {self.max_context}")
+        least = {"max_context": 2, "max_batch": 1, "tensor_parallel": 1, "seed": 0, "replica": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_fraction < 1:
             raise ValueError(f"gpu_memory_fraction must lie in (0, 1), got {self.gpu_memory_fraction}")
         if not 0 < self.worker_gpu_share <= 1:
@@ -86,13 +127,19 @@ class TrtllmSettings:
             raise ValueError(
                 f"bundle_indices must name one bundle per worker, got {bundles} for {self.tensor_parallel}"
             )
-        for name in (
-            "start_timeout_s",
-            "request_timeout_s",
-            "pause_timeout_s",
-            "refit_timeout_s",
-            "memory_timeout_s",
-            "probe_timeout_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in (item.name for item in fields(self) if item.name.endswith("_timeout_s")):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a finite number of seconds > 0, got {getattr(self, name)}")
+        for name in self.llm_arguments:
+            _refuse_argument(name)
+
+
+def _refuse_argument(name: str) -> None:
+    if name in _OWN:
+        raise ValueError(f"llm_arguments has {name!r}; set {_OWN[name]} of the settings instead")
+    if name in _FIXED:
+        raise ValueError(f"llm_arguments has {name!r}, which is not free: tokens would not be exact")
+    if name in _UNSCORABLE:
+        raise ValueError(
+            f"llm_arguments has {name!r}: the policy could not score what is sampled then; leave it out"
+        )
