@@ -14,7 +14,7 @@ from ..fleet.threads import in_thread
 from ..protocol import Completion, GenerationRequest
 from .arguments import engine_arguments, executor_name, sampling_arguments
 from .driver import Launched
-from .launching import facts_of, require_unquantised
+from .launching import facts_of, prompt_of, require_unquantised
 from .processes import (
     DeathWatch,
     descendants,
@@ -208,10 +208,8 @@ class AsyncDriver:
         await asyncio.to_thread(end)
 
     async def _run(self, token_ids: tuple[int, ...], sampling: Any) -> Any:
-        from vllm import TokensPrompt
-
         request = f"{self._settings.name}-{next(self._numbers)}"
-        outputs = self._engine.generate(TokensPrompt(prompt_token_ids=list(token_ids)), sampling, request)
+        outputs = self._engine.generate(prompt_of(token_ids), sampling, request)
         # Only the final one comes.
         return [output async for output in outputs][-1]
 

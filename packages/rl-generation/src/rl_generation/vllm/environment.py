@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
 from importlib.metadata import Distribution, PackageNotFoundError
 
 from ..failures import UnavailableBackendError
@@ -42,6 +44,20 @@ def environment_for(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
     chosen = {name: os.environ.get(name, value) for name, value in values.items()}
     chosen["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(1, round(settings.start_timeout_s)))
     return chosen
+
+
+@contextlib.contextmanager
+def variable_set(name: str, value: str) -> Generator[None]:
+    """The scope in which a variable of this process's environment has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def prepare_environment(settings: VllmSettings, *, cpu: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of vLLM's configuration once it is there."""
+"""What is asked of vLLM's configuration once it is there, and how prompts are given to it."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def facts_of(config: Any, pid: int, processes: tuple[int, ...]) -> Launched:
         pid=pid,
         processes=processes,
     )
+
+
+def prompt_of(token_ids: tuple[int, ...]) -> Any:
+    """Tokens as vLLM takes them without looking for a text or a thread to work on it."""
+    try:
+        from vllm.inputs import tokens_input
+    except ImportError:
+        from vllm import TokensPrompt
+
+        return TokensPrompt(prompt_token_ids=list(token_ids))
+    return tokens_input(list(token_ids))

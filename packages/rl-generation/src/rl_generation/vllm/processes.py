@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Literal
 
+from .environment import variable_set
+
 _POLL_S = 0.01
 
 
@@ -31,20 +33,9 @@ def making_processes(method: Literal["fork", "spawn"]) -> Generator[None]:
 
     Its own rule for actors exists for processes that talk to Ray. The engine's does not.
     """
-    variable = "VLLM_WORKER_MULTIPROC_METHOD"
-    before = os.environ.get(variable)
-    os.environ[variable] = method
-    try:
-        if method == "fork":
-            with _no_forced_spawn():
-                yield
-        else:
-            yield
-    finally:
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
+    allowed = _no_forced_spawn() if method == "fork" else contextlib.nullcontext()
+    with variable_set("VLLM_WORKER_MULTIPROC_METHOD", method), allowed:
+        yield
 
 
 @contextlib.contextmanager

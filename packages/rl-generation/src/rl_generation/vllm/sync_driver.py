@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from ..protocol import Completion, GenerationRequest
 from .arguments import engine_arguments, executor_name, sampling_arguments
 from .driver import Launched
+from .environment import variable_set
 from .launching import facts_of, require_unquantised
 from .processes import (
     DeathWatch,
@@ -167,20 +169,14 @@ class SyncDriver:
         kill_all(await asyncio.to_thread(wait_until_dead, others, 1.0))
 
     def _launch(self) -> Launched:
-        import threading
-
         from vllm import LLM
 
         arguments = engine_arguments(self._settings, cpu=self._cpu)
         arguments["distributed_executor_backend"] = executor_name(self._settings)
         before = set(children_of_thread(threading.get_native_id()))
         # LLM reads it when it is built: the engine's loop runs in this process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
-            with making_processes("spawn"):
-                self._llm = LLM(**arguments)
-        finally:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        with variable_set("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), making_processes("spawn"):
+            self._llm = LLM(**arguments)
         config = self._llm.llm_engine.vllm_config
         require_unquantised(config, self._settings.name)
         made = set(children_of_thread(threading.get_native_id())) - before

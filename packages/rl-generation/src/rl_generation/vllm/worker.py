@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..failures import GenerationError
+from ..failures import GenerationError, NotReadyError
 from ..fleet.replica import ReplicaFacts
 from ..protocol import Completion, GenerationRequest, RefitSpec
 from ..refit.contract import Bucket, RefitAck
@@ -74,8 +74,12 @@ class VllmWorker:
             GenerationError: see :meth:`VllmEngine.start`, or the server cannot be set up.
         """
         await self.reserve()
+        reservation = self._reservation
+        if reservation is not None and self._engine.started:
+            # The loop that serves ends with the engine that died.
+            await reservation.detach(NotReadyError(f"{self._settings.name}: the engine starts again"))
         facts = await self._engine.start_async(stale=stale)
-        if (reservation := self._reservation) is not None:
+        if reservation is not None:
             try:
                 await self._engine.on_engine_loop(lambda core: self._serve(core, reservation, facts))
             except BaseException:
@@ -131,9 +135,7 @@ class VllmWorker:
     async def shutdown(self, timeout_s: float) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
         reservation, self._reservation = self._reservation, None
-        if reservation is not None and self._engine.started:
-            await self._engine.on_engine_loop(lambda core: reservation.aclose(0.3 * timeout_s))
-        elif reservation is not None:
+        if reservation is not None:
             await reservation.aclose(0.3 * timeout_s)
         await self._engine.shutdown_async(0.7 * timeout_s)
 
