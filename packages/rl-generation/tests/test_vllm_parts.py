@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rl_generation.failures import (
     ContextOverflowError,
@@ -24,12 +25,16 @@ from rl_generation.failures import (
     UnavailableBackendError,
 )
 from rl_generation.protocol import GenerationRequest, SamplingParams
+from rl_generation.refit.contract import Bucket, TensorPlace
+from rl_generation.refit.receive import BucketReader
+from rl_generation.refit.wire import bucket_from_json, bucket_to_json
 from rl_generation.server.reservation import ListenSettings
 from rl_generation.vllm import VllmSettings, VllmWorker, environment, parentage
 from rl_generation.vllm.arguments import engine_arguments, executor_name, sampling_arguments
 from rl_generation.vllm.environment import environment_for, is_cpu_build
 from rl_generation.vllm.faults import causes, converted
 from rl_generation.vllm.processes import start_method
+from rl_generation.vllm.relay import LocalRelay
 from rl_generation.vllm.results import completion_of, prompt_scores
 from rl_generation.vllm.seeds import mixed, request_seed
 from rl_generation.vllm.trouble import Trouble, guarded
@@ -56,6 +61,7 @@ def test_naming_an_engine_imports_nothing_heavy() -> None:
         ({"engine_arguments": {"max_model_len": 4}}, "set max_model_len of the settings"),
         ({"engine_arguments": {"logprobs_mode": "raw_logprobs"}}, "not free"),
         ({"engine_arguments": {"generation_config": "auto"}}, "not free"),
+        ({"engine_arguments": {"kv_transfer_config": {}}}, "not free"),
         ({"engine_arguments": {"kv_cache_dtype": "fp8"}}, "could not score"),
         ({"engine_arguments": {"quantization": "fp8"}}, "could not score"),
         ({"engine_arguments": {"speculative_config": {}}}, "could not score"),
@@ -275,6 +281,25 @@ def test_a_fork_is_made_only_where_the_child_needs_no_threads() -> None:
     assert start_method(True, 1, None) == "fork"
     assert start_method(True, 2, None) == start_method(False, 1, None) == "spawn"
     assert start_method(False, 1, "fork") == "fork"
+
+
+def test_a_bucket_out_of_rays_store_is_put_where_the_engine_can_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([7], dtype=torch.bfloat16)}
+    places = (TensorPlace("a", (2, 3), "float32", 0), TensorPlace("b", (1,), "bfloat16", 64))
+    bucket = Bucket("object_store", object(), 66, places)
+    relay = LocalRelay()
+    monkeypatch.setattr(relay, "_reader", SimpleNamespace(tensors=lambda bucket: iter(tensors.items())))
+    with relay.nearby(bucket) as near:
+        path = Path(near.location["path"])
+        assert bucket_from_json(bucket_to_json(near)) == near
+        received = {name: tensor.clone() for name, tensor in BucketReader().tensors(near)}
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    assert not path.exists()
+    shared = Bucket("shared_memory", {"path": "p", "offset": 0}, 66, places)
+    with relay.nearby(shared) as near:
+        assert near is shared
 
 
 ORPHAN = """

@@ -20,7 +20,7 @@ from rl_generation.failures import (
     GenerationError,
     InvalidRequestError,
 )
-from rl_generation.protocol import Generation, GenerationRequest, SamplingParams
+from rl_generation.protocol import Completion, Generation, GenerationRequest, SamplingParams
 from rl_generation.vllm import VllmEngine
 from rl_generation.vllm.core import EngineCore
 
@@ -181,8 +181,8 @@ def test_a_pause_keeps_what_a_request_has_and_nothing_is_sampled_meanwhile(lab: 
         await lab.engine.probe()
         await lab.engine.resume_async()
         completions = await asyncio.gather(*pending)
-        assert completions == expected
-        assert await late == expected[0]
+        for completion, alone in zip([*completions, await late], [*expected, expected[0]], strict=True):
+            assert_same(completion, alone)
         return [held - before]
 
     (sampled,) = asyncio.run(run())
@@ -234,7 +234,7 @@ def test_sleep_refuses_requests_until_wake_and_is_refused_during_one(lab: Any) -
         with pytest.raises(GenerationError, match="in flight"):
             await lab.engine.sleep_async()
         await lab.engine.resume_async()
-        assert await task == before
+        assert_same(await task, before)
 
     asyncio.run(busy())
     lab.engine.sleep()
@@ -242,7 +242,7 @@ def test_sleep_refuses_requests_until_wake_and_is_refused_during_one(lab: Any) -
     with pytest.raises(GenerationError, match=r"wake\(\)"):
         lab.engine.generate(requests_of(1))
     lab.engine.wake()
-    assert lab.engine.generate(requests_of(1)) == [before]
+    assert_same(lab.engine.generate(requests_of(1))[0], before)
 
 
 def test_it_is_a_generation_that_serves_no_http(lab: Any) -> None:
@@ -258,6 +258,13 @@ def test_it_is_a_generation_that_serves_no_http(lab: Any) -> None:
             lab.engine.generate(requests_of(1))
 
     asyncio.run(on_a_loop())
+
+
+def assert_same(completion: Completion, other: Completion) -> None:
+    """Up to what the size of a batch does to the order of sums."""
+    assert completion.token_ids == other.token_ids
+    assert completion.logprobs == pytest.approx(other.logprobs, abs=EXACT)
+    assert completion.weight_versions == other.weight_versions
 
 
 async def reach(lab: Any, tokens: int) -> None:

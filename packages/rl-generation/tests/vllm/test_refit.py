@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_generation.failures import RefitError, StaleWeightsError
+from rl_generation.failures import EngineDeadError, RefitError, StaleWeightsError
 from rl_generation.protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
 from rl_generation.refit.buckets import dtype_name
 from rl_generation.refit.contract import Bucket, TensorPlace, manifest_digest
@@ -19,6 +21,7 @@ from rl_generation.refit.manifest import spec_of_tensors
 from rl_generation.refit.publisher import TensorSource
 from rl_generation.refit.settings import TransportSettings
 from rl_generation.vllm import VllmEngine, VllmSyncEngine
+from rl_generation.vllm.processes import wait_until_dead
 
 tools = importlib.import_module("packages.rl-generation.tests.vllm.lab")
 requests_of, settings_for = tools.requests_of, tools.settings_for
@@ -76,6 +79,30 @@ def test_requests_in_flight_keep_their_tokens_and_each_knows_its_version(
     assert lab.reference.worst(requests, after) < EXACT
 
 
+def test_a_refit_to_the_same_numbers_changes_nothing_for_requests_in_flight(
+    labs: Callable[[str], Any],
+) -> None:
+    lab = labs("tied")
+    requests = requests_of(4, 80, prompt=4)
+    alone = lab.engine.generate(requests)
+    version = lab.engine.weight_version + 1
+
+    async def run() -> list[Completion]:
+        before = (await lab.engine.health_async())["sampled_tokens"]
+        pending = [asyncio.ensure_future(lab.engine.generate_async(request)) for request in requests]
+        while (await lab.engine.health_async())["sampled_tokens"] < before + 40:
+            await asyncio.sleep(0.002)
+        state = lab.reference.moved(version, size=0.0)
+        await asyncio.to_thread(lab.engine.update_weights, state.items(), version)
+        return list(await asyncio.gather(*pending))
+
+    for completion, other in zip(asyncio.run(run()), alone, strict=True):
+        # Not only the weights: a seed's numbers go on where they were, too.
+        assert completion.token_ids == other.token_ids
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=EXACT)
+        assert completion.weight_version == version
+
+
 def test_g1_no_cached_token_outlives_its_weights(labs: Callable[[str], Any]) -> None:
     lab = labs("tied")
     prompt = tuple((5 * place) % tools.VOCAB for place in range(1, 60))
@@ -113,10 +140,10 @@ def test_an_announcement_that_does_not_fit_changes_nothing(labs: Callable[[str],
             lab.engine.prepare_refit(spec_of_tensors(weights.items()))
         with pytest.raises(RefitError, match=says):
             lab.engine.update_weights(weights.items(), version + 1)
-        assert lab.engine.generate(requests) == before
+        assert_same(lab.engine.generate(requests), before)
     with pytest.raises(RefitError, match="larger"):
         lab.engine.update_weights(state.items(), version)
-    assert lab.engine.generate(requests) == before
+    assert_same(lab.engine.generate(requests), before)
     assert lab.engine.health()["state"] == "running"
 
 
@@ -168,7 +195,7 @@ def test_an_abort_before_any_weight_moved_goes_on_with_the_old_ones(labs: Callab
         await asyncio.sleep(0.1)
         assert not pending.done()
         await lab.engine.abort_refit()
-        assert await pending == before
+        assert_same(await pending, before)
 
     asyncio.run(run())
     assert lab.engine.weight_version == version
@@ -316,6 +343,42 @@ def test_g2_the_synchronous_engine_is_as_exact_and_forgets_media_too(
             lab.engine.prepare_refit(RefitSpec(()))
     finally:
         lab.engine.shutdown(20.0)
+
+
+def assert_same(completions: list[Completion], before: list[Completion]) -> None:
+    """Up to what the size of a batch does to the order of sums."""
+    for completion, old in zip(completions, before, strict=True):
+        assert completion.token_ids == old.token_ids
+        assert completion.logprobs == pytest.approx(old.logprobs, abs=EXACT)
+        assert completion.weight_version == old.weight_version
+
+
+def test_an_engine_spread_over_two_processes_is_as_exact_and_dies_as_a_whole(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = model_folder("moe")
+    engine = VllmEngine(settings_for(folder, "vllm-two", tensor_parallel_size=2, max_num_seqs=8))
+    lab = tools.Lab(engine, folder, tools.Reference(folder, tmp_path))
+    facts = engine.start()
+    try:
+        requests = requests_of(6, temperature=0.6)
+        assert lab.reference.worst(requests, engine.generate(requests)) < EXACT
+        lab.refit()
+        assert lab.reference.worst(requests, engine.generate(requests)) < EXACT
+        (family,) = (tuple(asyncio.run(engine.on_engine_loop(_processes))),)
+        assert len(family) >= 3
+        assert facts.pid in family
+        # The one that the others are children of.
+        os.kill(family[0], signal.SIGKILL)
+        assert wait_until_dead(family, 10.0) == []
+        with pytest.raises(EngineDeadError):
+            engine.generate(requests)
+    finally:
+        engine.shutdown(20.0)
+
+
+async def _processes(core: Any) -> tuple[int, ...]:
+    return core._facts.processes
 
 
 async def load_all(lab: Any, source: TensorSource) -> None:

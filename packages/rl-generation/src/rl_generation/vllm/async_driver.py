@@ -147,7 +147,8 @@ class AsyncDriver:
 
     async def drop_caches(self) -> None:
         """Prefixes, those of running requests too, media and what was computed from them."""
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
+        if await self._engine.reset_prefix_cache(reset_running_requests=True) is False:
+            raise RuntimeError("vLLM did not empty its prefix cache")
         await self._engine.reset_mm_cache()
         await self._engine.reset_encoder_cache()
 
@@ -194,6 +195,9 @@ class AsyncDriver:
         if engine is None:
             return
         processes = self._facts.processes if self._facts is not None else ()
+        # Otherwise vLLM reports the end of its process as an error.
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()
         loop_children = descendants(processes)
         with contextlib.suppress(Exception):
             await in_thread(

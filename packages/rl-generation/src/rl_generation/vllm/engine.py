@@ -48,6 +48,7 @@ class VllmEngine:
         self._core: EngineCore | None = None
         self._announced: RefitSpec | None = None
         self._closed = False
+        self._starting = False
 
     @property
     def base_urls(self) -> list[str]:
@@ -90,12 +91,14 @@ class VllmEngine:
         prepare_environment(self._settings, cpu=cpu)
         self._thread = LoopThread(self._settings.name)
         self._core = core = EngineCore(self._settings, self._make_driver(cpu))
-        self._closed = False
+        self._closed, self._starting = False, True
         try:
             return await self._on_loop(core.start(stale=stale))
         except BaseException:
             await self.shutdown_async(self._settings.control_timeout_s)
             raise
+        finally:
+            self._starting = False
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions in the order of the requests; see :meth:`EngineCore.generate` for what it raises."""
@@ -217,8 +220,9 @@ class VllmEngine:
 
     async def health_async(self) -> dict[str, Any]:
         """As :meth:`health`."""
-        if self._core is None:
-            state = "closed" if self._closed else "new"
+        if self._core is None or self._starting:
+            # vLLM's start keeps the loop busy.
+            state = "starting" if self._starting else "closed" if self._closed else "new"
             return {"name": self.name, "state": state, "weight_version": self.weight_version}
         return await self._on_loop(self._core.health())
 

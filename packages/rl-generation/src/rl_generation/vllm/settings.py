@@ -28,6 +28,10 @@ _FIXED = frozenset(
         "data_parallel_size",
         "distributed_executor_backend",
         "generation_config",
+        # Caches elsewhere outlive the weights.
+        "kv_offloading_backend",
+        "kv_offloading_size",
+        "kv_transfer_config",
         "logprobs_mode",
         "override_generation_config",
         "worker_cls",

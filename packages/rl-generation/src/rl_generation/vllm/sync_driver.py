@@ -119,7 +119,8 @@ class SyncDriver:
         """Prefixes, media and what was computed from them."""
 
         def drop() -> None:
-            self._llm.reset_prefix_cache()
+            if self._llm.reset_prefix_cache() is False:
+                raise RuntimeError("vLLM did not empty its prefix cache")
             self._llm.llm_engine.reset_mm_cache()
             self._llm.llm_engine.reset_encoder_cache()
 
