@@ -113,7 +113,11 @@ def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
         )
         settings.update(overrides)
         config = TransformerConfig(**settings)
-        spec = get_gpt_layer_local_spec(qk_layernorm=settings["qk_layernorm"], normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(
+            num_experts=settings.get("num_moe_experts"),
+            qk_layernorm=settings["qk_layernorm"],
+            normalization="RMSNorm",
+        )
         spec.submodules.self_attention.submodules.core_attention = attention
         return GPTModel(
             config,

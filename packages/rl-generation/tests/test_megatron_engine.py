@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from rl_generation import Generation, GenerationError, GenerationRequest, SamplingParams
+from rl_generation.failures import ContextOverflowError, DeadlineError, InfraError, InvalidRequestError
 from rl_generation.megatron import MegatronGeneration
 from rl_generation.protocol import RefitSpec, RefitTensor
 
@@ -45,9 +47,12 @@ def test_f1_a_prompt_that_fills_the_context_is_refused_before_anything_runs(mode
     ran = []
     hook = model.embedding.register_forward_hook(lambda *_: ran.append(1))
     try:
-        with pytest.raises(GenerationError, match=r"'r7'.*698 tokens.*context of 512"):
+        with pytest.raises(ContextOverflowError, match=r"'r7'.*698 tokens.*context of 512") as caught:
             engine(model, max_context=512).generate([ask(), ask(*[1] * 698)])
-        with pytest.raises(GenerationError, match=r"64 tokens.*context of 64"):
+        assert (caught.value.prompt_tokens, caught.value.max_context) == (698, 512)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.kind) == (str(caught.value), "data")
+        with pytest.raises(ContextOverflowError, match=r"64 tokens.*context of 64"):
             engine(model).generate([ask(*[1] * 64)])
     finally:
         hook.remove()
@@ -61,7 +66,7 @@ def test_f1_a_prompt_that_fills_the_context_is_refused_before_anything_runs(mode
 def test_prompts_that_cannot_be_embedded_are_refused(
     model: Any, prompt: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(GenerationError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         engine(model).generate([GenerationRequest(prompt, SamplingParams(2))])
 
 
@@ -77,6 +82,29 @@ def test_prompts_that_cannot_be_embedded_are_refused(
 def test_unsuitable_limits_are_refused(model: Any, changes: dict[str, int], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         engine(model, **changes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("tensor_model_parallel_size", 2),
+        ("context_parallel_size", 2),
+        ("expert_model_parallel_size", 2),
+        ("sequence_parallel", True),
+        ("moe_expert_capacity_factor", 1.25),
+    ],
+)
+def test_models_that_one_process_cannot_decode_exactly_are_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any
+) -> None:
+    monkeypatch.setattr(model.config, setting, value)
+    with pytest.raises(GenerationError, match=setting.split("_parallel")[0].replace("_model", "")):
+        engine(model)
+
+
+def test_what_a_server_has_to_know_is_readable(model: Any) -> None:
+    generation = engine(model, max_context=40)
+    assert (generation.max_context, generation.vocab_size) == (40, 61)
 
 
 def test_other_models_are_refused(megatron_on_cpu: None) -> None:
@@ -166,6 +194,30 @@ def test_training_after_a_generation_works_and_is_visible_at_once(
     assert after.logprobs == pytest.approx(fresh.tolist(), abs=1e-5)
 
 
+def test_g1_no_cached_token_outlives_the_weights(build_model: Callable[..., Any]) -> None:
+    """BUGS G1: prompt P at v1, an update, P at v2: all of P runs again, as in an engine that never saw v1."""
+    model = build_model(seed=9)
+    generation = engine(model, weight_version=1)
+    prompt = (4, 8, 15, 16, 23, 42)
+    first = generation.generate([ask(*prompt)])[0]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    generation.update_weights((), 2)
+    widths: list[int] = []
+    hook = model.embedding.register_forward_hook(lambda module, args, out: widths.append(args[0].shape[1]))
+    second = generation.generate([ask(*prompt)])[0]
+    hook.remove()
+    assert widths == [len(prompt), 1, 1, 1, 1]
+    assert (first.weight_version, second.weight_version) == (1, 2)
+    assert second.logprobs != first.logprobs
+    fresh = engine(model).generate([ask(*prompt)])[0]
+    assert (fresh.token_ids, fresh.logprobs) == (
+        second.token_ids,
+        pytest.approx(second.logprobs, abs=1e-5),
+    )
+
+
 def test_a_refit_moves_nothing_but_the_version(model: Any) -> None:
     generation = engine(model, weight_version=3)
     assert generation.generate([ask()])[0].weight_version == 3
@@ -191,7 +243,7 @@ def test_asleep_and_awake(model: Any) -> None:
     generation = engine(model)
     generation.sleep()
     assert generation.health()["state"] == "asleep"
-    with pytest.raises(GenerationError, match="asleep"):
+    with pytest.raises(InfraError, match="asleep"):
         generation.generate([ask()])
     generation.update_weights([], 1)
     generation.wake()
@@ -262,10 +314,18 @@ def test_shutdown_aborts_a_generation_and_is_final(model: Any) -> None:
         generation.wake,
         lambda: asyncio.run(generation.generate_async(ask())),
     ):
-        with pytest.raises(GenerationError, match="used after shutdown"):
+        with pytest.raises(InfraError, match="used after shutdown"):
             use()
     assert generation.health()["state"] == "closed"
     assert generation.base_urls == []
+
+
+def test_a_pause_that_nobody_ends_is_an_error_of_the_engine(model: Any) -> None:
+    generation = engine(model, wait_timeout_s=0.05)
+    generation.pause()
+    with pytest.raises(DeadlineError, match=r"paused for more than 0\.05 s"):
+        generation.generate([ask()])
+    assert DeadlineError.kind == "infra"
 
 
 def test_generate_async_answers_many_callers(model: Any) -> None:

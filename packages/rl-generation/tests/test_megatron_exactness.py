@@ -109,6 +109,68 @@ def test_other_shapes_of_the_model(build_model: Callable[..., Any], overrides: d
     assert worst_error(model, asked, engine(model, path="layers").generate(asked)) < 2e-5
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        "embedding",
+        "embedding.word_embeddings",
+        "decoder.layers.1.input_layernorm",
+        "decoder.layers.1.self_attention.linear_qkv",
+        "decoder.layers.1.self_attention.k_layernorm",
+        "decoder.layers.1.self_attention.linear_proj",
+        "decoder.layers.1.mlp",
+        "decoder.layers.1.mlp.linear_fc1",
+        "decoder.final_layernorm",
+        "output_layer",
+    ],
+)
+def test_a_part_that_carries_a_hook_is_called(model: Any, part: str) -> None:
+    def double(module: Any, args: Any, out: Any) -> Any:
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    asked = requests()[:3]
+    plain = engine(model, path="layers").generate(asked)
+    hook = model.get_submodule(part).register_forward_hook(double)
+    try:
+        answers = engine(model, path="layers").generate(asked)
+        assert worst_error(model, asked, answers) < 2e-5
+        assert [a.logprobs for a in answers] != [a.logprobs for a in plain]
+    finally:
+        hook.remove()
+
+
+def test_norms_of_queries_and_keys_may_differ(build_model: Callable[..., Any]) -> None:
+    model = build_model(seed=11)
+    attention = model.decoder.layers[0].self_attention
+    attention.q_layernorm.eps, attention.k_layernorm.eps = 0.3, 0.0
+    model.decoder.layers[1].input_layernorm.eps = None
+    with torch.no_grad():
+        attention.q_layernorm.weight.mul_(3)
+    asked = requests()[:3]
+    assert worst_error(model, asked, engine(model, path="layers").generate(asked)) < 2e-5
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_mixtures_of_experts(
+    build_model: Callable[..., Any], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without Transformer Engine megatron-core 0.16 leaves this name undefined, and looks at it.
+    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, raising=False)
+    model = build_model(
+        seed=8,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="allgather",
+        moe_aux_loss_coeff=0.0,
+    )
+    asked = requests(temperature=0.9)
+    answers = engine(model, path=path).generate(asked)
+    assert worst_error(model, asked, answers) < 2e-5
+    alone = [engine(model, path=path).generate([r])[0].token_ids for r in asked]
+    assert alone == [a.token_ids for a in answers]
+
+
 def test_frequencies_follow_the_distribution(model: Any) -> None:
     n = 4000
     settings = {"temperature": 1.2, "top_p": 0.9}

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
-from .protocol import GenerationError
+from .failures import DeadlineError, GenerationError, InfraError
 
 EngineState = Literal["running", "paused", "asleep", "closed"]
 
@@ -49,11 +49,12 @@ class Lifecycle:
         """Hold the engine for one generation.
 
         Raises:
-            GenerationError: closed, asleep, or no turn within the deadline.
+            InfraError: closed or asleep.
+            DeadlineError: no turn within the deadline.
         """
         self._refuse_unusable()
         if not self._busy.acquire(timeout=self._wait_timeout_s):
-            raise GenerationError(
+            raise DeadlineError(
                 f"{self._component}: waited {self._wait_timeout_s:g} s for another generation to end; "
                 "send fewer requests at a time or raise wait_timeout_s"
             )
@@ -68,7 +69,8 @@ class Lifecycle:
         """Hold the engine for something that must not meet a generation.
 
         Raises:
-            GenerationError: closed, or a generation is in flight (said at once, without waiting).
+            GenerationError: a generation is in flight (said at once, without waiting).
+            InfraError: closed.
         """
         self.refuse_closed()
         if not self._busy.acquire(blocking=False):
@@ -85,7 +87,7 @@ class Lifecycle:
         """Whether the generation in flight may take its next step; blocks while paused.
 
         Raises:
-            GenerationError: the pause outlasted the deadline.
+            DeadlineError: the pause outlasted the deadline.
         """
         if not self._paused and not self._closed:
             return True
@@ -94,7 +96,7 @@ class Lifecycle:
             while self._paused and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise GenerationError(
+                    raise DeadlineError(
                         f"{self._component}: paused for more than {self._wait_timeout_s:g} s during "
                         "a generation; call resume() or raise wait_timeout_s"
                     )
@@ -134,14 +136,14 @@ class Lifecycle:
         return True
 
     def refuse_closed(self) -> None:
-        """Raise :class:`GenerationError` after :meth:`close`."""
+        """Raise :class:`InfraError` after :meth:`close`."""
         if self._closed:
-            raise GenerationError(f"{self._component}: used after shutdown(); build a new engine")
+            raise InfraError(f"{self._component}: used after shutdown(); build a new engine")
 
     def _refuse_unusable(self) -> None:
         self.refuse_closed()
         if self._asleep:
-            raise GenerationError(f"{self._component}: asleep; call wake() before generating")
+            raise InfraError(f"{self._component}: asleep; call wake() before generating")
 
     def _change(self, *, paused: bool) -> None:
         self.refuse_closed()

@@ -69,30 +69,33 @@ def norm(module: Any) -> Arithmetic:
 
     if module is None or isinstance(module, IdentityOp):
         return lambda tokens: tokens
-    if is_rms_norm(module):
+    if is_composed_rms_norm(module):
         return rms_norm(module.weight, module.eps)
     return module
 
 
-def is_rms_norm(module: Any) -> bool:
-    """Whether a module is torch's RMSNorm with a weight, or adds only to its construction."""
-    plain = isinstance(module, torch.nn.RMSNorm) and type(module).forward is torch.nn.RMSNorm.forward
-    return plain and is_bare(module) and module.weight is not None and len(module.normalized_shape) == 1
+def is_composed_rms_norm(module: Any) -> bool:
+    """Whether a module is torch's RMSNorm where torch composes it of nine operations for lack of a kernel.
+
+    That is float32 on a CPU. Elsewhere it rounds in ways that a formula would have to follow exactly.
+    """
+    if not isinstance(module, torch.nn.RMSNorm) or type(module).forward is not torch.nn.RMSNorm.forward:
+        return False
+    if not is_bare(module) or module.weight is None or len(module.normalized_shape) != 1:
+        return False
+    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 
 
 def rms_norm(weight: Tensor, eps: float | None) -> Arithmetic:
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (Zhang and Sennrich 2019).
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (Zhang and Sennrich 2019), in float32.
 
     Args:
         weight: ``[..., D]``, broadcast over the tokens.
         eps: ``None`` is that of the dtype, as in torch.
     """
     width = weight.shape[-1]
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return lambda tokens: F.rms_norm(tokens, (width,), None, eps) * weight
-    # On the CPU torch composes it of nine operations. With the division by the width moved into the
-    # weight six are left.
     floor = width * (torch.finfo(torch.float32).eps if eps is None else eps)
+    # With the division by the width moved into the weight six operations are left.
     scaled = weight * width**0.5
     return lambda x: (x * (x * x).sum(-1, keepdim=True).add_(floor).rsqrt_()).mul_(scaled)
 

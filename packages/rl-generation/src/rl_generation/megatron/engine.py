@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..failures import ContextOverflowError, GenerationError, InvalidRequestError
 from ..lifecycle import Lifecycle
-from ..protocol import Completion, GenerationError, GenerationRequest, RefitSpec
+from ..protocol import Completion, GenerationRequest, RefitSpec
 from .context_session import ContextSession
 from .decoding import Continuation, decode
 from .inspection import refuse_unsupported, unwrap, why_not_by_layers
@@ -82,15 +83,29 @@ class MegatronGeneration:
         """Version of the weights that the next token is sampled from."""
         return self._weight_version
 
+    @property
+    def max_context(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return self._max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        return self._vocab_size
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions in the order of the requests.
 
         Rows that share a prompt share its prefill. A request with a seed gets the same answer in any batch,
-        as far as the model's own rounding allows (logits differ by about 1e-6 between batch shapes).
+        as far as the model's own rounding allows (logits differ by about 1e-6 between batch shapes). Nothing
+        is kept from one call to the next, so no cached key or value outlives the weights that made it.
 
         Raises:
-            GenerationError: a request does not fit (nothing has run then); asleep, closed, or waited too
-                long; or the model gave logits that are not numbers.
+            ContextOverflowError: a prompt leaves no room; nothing has run then.
+            InvalidRequestError: a prompt is empty or holds a token outside the vocabulary; as above.
+            InfraError: asleep or closed.
+            DeadlineError: waited too long for another call or for :meth:`resume`.
+            GenerationError: the model gave logits that are not numbers.
         """
         with self._lifecycle.generating():
             limits = [self._room_for(request) for request in requests]
@@ -120,7 +135,8 @@ class MegatronGeneration:
         """Accept the one refit there is, that of shared weights.
 
         Raises:
-            GenerationError: tensors are announced, or the engine is closed.
+            GenerationError: tensors are announced.
+            InfraError: the engine is closed.
         """
         self._lifecycle.refuse_closed()
         if spec.tensors:
@@ -132,9 +148,14 @@ class MegatronGeneration:
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Advance to the version that the shared weights already have.
 
+        All tokens of a completion are of one version: the weights are the policy's and change outside this
+        class, so a generation in flight, paused or not, could neither keep the old ones nor tell where the
+        new ones begin. It refuses the update; let it return, or :meth:`shutdown` the engine.
+
         Raises:
-            GenerationError: the stream carries a tensor, the version does not advance, a generation is in
-                flight, or the engine is closed.
+            GenerationError: the stream carries a tensor, the version does not advance, or a generation is in
+                flight.
+            InfraError: the engine is closed.
         """
         with self._lifecycle.idle("change weights"):
             for name, _ in stream:
@@ -200,18 +221,18 @@ class MegatronGeneration:
         prompt = request.prompt_token_ids
         name = f"request {request.request_id!r}" if request.request_id else "a request"
         if not prompt:
-            raise GenerationError(f"{_COMPONENT}: {name} has an empty prompt; give at least one token")
+            raise InvalidRequestError(
+                f"{_COMPONENT}: {name} has an empty prompt; give at least one token", "prompt_token_ids"
+            )
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise GenerationError(
+            raise InvalidRequestError(
                 f"{_COMPONENT}: {name} has prompt tokens in {min(prompt)}..{max(prompt)}, outside the "
-                f"vocabulary 0..{self._vocab_size - 1}; tokenise it with the model's own tokenizer"
+                f"vocabulary 0..{self._vocab_size - 1}; tokenise it with the model's own tokenizer",
+                "prompt_token_ids",
             )
         room = self._max_context - len(prompt)
         if room < 1:
-            raise GenerationError(
-                f"{_COMPONENT}: {name} has a prompt of {len(prompt)} tokens, which leaves no room in the "
-                f"context of {self._max_context}; shorten the prompt or raise max_context"
-            )
+            raise ContextOverflowError(f"{_COMPONENT}: {name}", len(prompt), self._max_context)
         return min(room, request.sampling.max_new_tokens)
 
 

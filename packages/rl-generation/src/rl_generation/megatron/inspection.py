@@ -42,6 +42,13 @@ def refuse_unsupported(model: Any, vocab_size: int, max_context: int, max_batch:
         problems.append("uses context parallelism; generate with context_parallel_size=1")
     if config.tensor_model_parallel_size != 1:
         problems.append("uses tensor parallelism; generate with tensor_model_parallel_size=1")
+    if config.expert_model_parallel_size != 1:
+        problems.append("uses expert parallelism; generate with expert_model_parallel_size=1")
+    if config.moe_expert_capacity_factor is not None:
+        problems.append(
+            "drops tokens of full experts, so that a token's probability depends on the rest of its batch; "
+            "set moe_expert_capacity_factor to None"
+        )
     if not 0 < vocab_size <= model.vocab_size:
         problems.append(f"has {model.vocab_size} logits, so vocab_size={vocab_size} cannot be")
     if max_context < 2:

@@ -58,11 +58,11 @@ def _heads(attention: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 def _head_norm(query_norm: Any, key_norm: Any, queries: int) -> direct.Arithmetic:
     """Norms of ``queries`` query heads and of the key head after them, along the last but one dimension."""
-    plain = direct.is_rms_norm(query_norm) and direct.is_rms_norm(key_norm)
-    if plain and query_norm.eps == key_norm.eps and query_norm.weight.shape == key_norm.weight.shape:
+    if query_norm is None and key_norm is None:
+        return direct.norm(None)
+    composed = direct.is_composed_rms_norm(query_norm) and direct.is_composed_rms_norm(key_norm)
+    if composed and query_norm.eps == key_norm.eps:
         weight = torch.stack([query_norm.weight] * queries + [key_norm.weight])
         return direct.rms_norm(weight, query_norm.eps)
     of_queries, of_keys = direct.norm(query_norm), direct.norm(key_norm)
-    if query_norm is None and key_norm is None:
-        return of_queries
     return lambda x: torch.cat((of_queries(x[:, :, :-1]), of_keys(x[:, :, -1:])), dim=2)
