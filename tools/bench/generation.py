@@ -1,32 +1,34 @@
-"""Speed of the megatron engine as a ratio to ``transformers.generate``: one model, one batch, one run.
+"""Speed of the engines as ratios to ``transformers.generate``: one model, one batch, one run.
 
-    python -m tools.bench.generation [--repeats 5] [--threads 1]
+    python -m tools.bench.generation [--engines megatron vllm] [--models tiny 30m] [--repeats 7] [--threads 1]
 
-Prints JSON. Both sides sample at temperature 1 and never stop early. Seconds are CPU seconds of the process,
-the best of the repeats, which take turns so that a busy machine slows both alike.
+Prints JSON. All sample at temperature 1, make the same number of tokens and never stop early. Each engine is
+a process of its own; they take turns, so that a busy machine slows all alike, and a ratio is the median over
+the turns. CPU seconds are those of all threads and processes of an engine. vLLM runs under the interpreter of
+its own environment, and is left out where there is none.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import logging
+import os
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+from tools.bench.generation_models import MODELS, write_model
 
-from rl_generation import GenerationRequest, SamplingParams
-from rl_generation.megatron import MegatronGeneration
-from rl_policy_megatron import MegatronPolicy
-
-VOCAB = 512
-Prompts = list[tuple[int, ...]]
+ROOT = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
+REFERENCE = "transformers"
 
 
 @dataclass(frozen=True)
@@ -39,136 +41,114 @@ class Case:
     rollouts: int
     new_tokens: int
 
-    def rows(self) -> Prompts:
+    def rows(self, vocabulary: int) -> list[list[int]]:
         """The prompt of every row; the same in every run."""
         rng = random.Random(self.name)
         distinct = [
-            tuple(rng.randrange(VOCAB) for _ in range(rng.choice(self.lengths))) for _ in range(self.prompts)
+            [rng.randrange(vocabulary) for _ in range(rng.choice(self.lengths))] for _ in range(self.prompts)
         ]
         return [prompt for prompt in distinct for _ in range(self.rollouts)]
 
 
-@dataclass(frozen=True)
-class Result:
-    """Tokens per CPU second of both sides, and the engine's wall seconds."""
-
-    rows: int
-    new_tokens: int
-    engine_tokens_per_s: float
-    transformers_tokens_per_s: float
-    ratio: float
-    engine_seconds: float
+BATCH = Case("64x64", (18,), prompts=64, rollouts=1, new_tokens=64)
+GROUPS = Case("groups-256x32", (17, 18, 19), prompts=32, rollouts=8, new_tokens=32)
+CASES = {"tiny": (BATCH, GROUPS), "30m": (BATCH,)}
 
 
-CASES = (
-    Case("64x64", (18,), prompts=64, rollouts=1, new_tokens=64),
-    Case("groups-256x32", (17, 18, 19), prompts=32, rollouts=8, new_tokens=32),
-)
+class Side:
+    """One engine, with one model, in a process of its own."""
+
+    def __init__(self, engine: str, folder: Path, vocabulary: int, threads: int) -> None:
+        python = str(VLLM_PYTHON) if engine == "vllm" else sys.executable
+        arguments = [engine, str(folder), str(vocabulary), str(threads)]
+        self._process = subprocess.Popen(
+            [python, "-m", "tools.bench.generation_side", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.facts = self._answer()
+
+    def run(self, rows: list[list[int]], new_tokens: int) -> dict[str, float]:
+        """Generate once: ``wall`` and ``cpu`` seconds."""
+        assert self._process.stdin is not None
+        print(json.dumps({"rows": rows, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        if answer["tokens"] != len(rows) * new_tokens:
+            raise RuntimeError(f"{len(rows)} x {new_tokens} tokens were asked for, got {answer['tokens']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        # It may have died, which the answer that is missing has told already.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        # Libraries print too; answers are the lines that begin with a brace.
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
 
 
-def build_model(folder: Path) -> torch.nn.Module:
-    """The tiny model of the default job, saved in ``folder`` and as a ``transformers`` model."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
+def measure(sides: dict[str, Side], case: Case, vocabulary: int, repeats: int) -> dict[str, Any]:
+    """Let the sides take turns, once unmeasured and then ``repeats`` times."""
+    rows = case.rows(vocabulary)
+    turns: list[dict[str, dict[str, float]]] = []
+    for _ in range(repeats + 1):
+        turns.append({name: side.run(rows, case.new_tokens) for name, side in sides.items()})
+    return {name: summary(turns[1:], name, len(rows) * case.new_tokens) for name in sides}
 
 
-def with_engine(engine: MegatronGeneration, rows: Prompts, new_tokens: int) -> int:
-    """Sample with the engine; the number of new tokens."""
-    requests = [
-        GenerationRequest(prompt, SamplingParams(new_tokens, seed=row)) for row, prompt in enumerate(rows)
-    ]
-    return sum(len(answer.token_ids) for answer in engine.generate(requests))
+def summary(turns: Sequence[dict[str, dict[str, float]]], name: str, tokens: int) -> dict[str, float]:
+    """Medians of one side over the turns."""
+    out: dict[str, float] = {}
+    for kind in ("cpu", "wall"):
+        seconds = statistics.median(turn[name][kind] for turn in turns)
+        out[f"{kind}_seconds"] = round(seconds, 4)
+        out[f"tokens_per_{kind}_s"] = round(tokens / seconds)
+        if name != REFERENCE:
+            ratio = statistics.median(turn[REFERENCE][kind] / turn[name][kind] for turn in turns)
+            out[f"ratio_{kind}"] = round(ratio, 2)
+    return out
 
 
-def with_transformers(model: torch.nn.Module, rows: Prompts, new_tokens: int) -> int:
-    """Sample with ``transformers``, prompts padded on the left; the number of new tokens."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*[0] * (longest - len(row)), *row] for row in rows])
-    mask = torch.tensor([[*[0] * (longest - len(row)), *[1] * len(row)] for row in rows])
-    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
-    out = generate(
-        tokens,
-        attention_mask=mask,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new_tokens,
-        pad_token_id=0,
-    )
-    return (out.shape[1] - longest) * len(rows)
-
-
-def best_seconds(sides: list[Callable[[], int]], repeats: int) -> list[tuple[float, float]]:
-    """Least CPU and wall seconds of each side over repeats in turn, after one warm-up."""
-    best = [(float("inf"), float("inf"))] * len(sides)
-    for repeat in range(repeats + 1):
-        for index, side in enumerate(sides):
-            cpu, wall = time.process_time(), time.perf_counter()
-            side()
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            if repeat:
-                best[index] = (min(best[index][0], cpu), min(best[index][1], wall))
-    return best
-
-
-def measure(engine: MegatronGeneration, model: torch.nn.Module, case: Case, repeats: int) -> Result:
-    """Run one case on both sides."""
-    rows = case.rows()
-    sides = [
-        lambda: with_engine(engine, rows, case.new_tokens),
-        lambda: with_transformers(model, rows, case.new_tokens),
-    ]
-    tokens = [side() for side in sides]
-    if tokens[0] != tokens[1]:
-        raise RuntimeError(f"{case.name}: the sides made {tokens[0]} and {tokens[1]} tokens")
-    (ours, wall), (theirs, _) = best_seconds(sides, repeats)
-    return Result(
-        rows=len(rows),
-        new_tokens=case.new_tokens,
-        engine_tokens_per_s=round(tokens[0] / ours),
-        transformers_tokens_per_s=round(tokens[0] / theirs),
-        ratio=round(theirs / ours, 2),
-        engine_seconds=round(wall, 3),
-    )
+def bench(model: str, engines: Sequence[str], repeats: int, threads: int) -> dict[str, Any]:
+    """All cases of one model."""
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        folder = Path(place)
+        parameters = write_model(folder, MODELS[model])
+        vocabulary = MODELS[model].vocab_size
+        sides: dict[str, Side] = {}
+        for engine in (REFERENCE, *engines):
+            sides[engine] = Side(engine, folder, vocabulary, threads)
+            stack.callback(sides[engine].close)
+        cases = {case.name: measure(sides, case, vocabulary, repeats) for case in CASES[model]}
+        versions = {name: side.facts["version"] for name, side in sides.items()}
+        return {"parameters": parameters, "versions": versions, "cases": cases}
 
 
 def main() -> None:
     """Measure all cases and print them as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", nargs="*", choices=("megatron", "vllm"))
+    parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        model = build_model(Path(folder))
-        with MegatronPolicy(folder) as policy:
-            engine = MegatronGeneration(policy.model, vocab_size=VOCAB, max_context=512)
-            results = {case.name: asdict(measure(engine, model, case, options.repeats)) for case in CASES}
-            engine.shutdown(1.0)
-    print(json.dumps({"threads": options.threads, "cases": results}, indent=2))
+    engines = options.engines or ["megatron", *(["vllm"] if VLLM_PYTHON.exists() else [])]
+    models = {name: bench(name, engines, options.repeats, options.threads) for name in options.models}
+    print(json.dumps({"threads": options.threads, "repeats": options.repeats, "models": models}, indent=2))
 
 
 if __name__ == "__main__":
