@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -210,6 +211,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     options = parser.parse_args()
+    # It would write between our lines.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if case.name in (options.case or [case.name])]
     results = {case.name: asdict(run_case(case, options.repeats)) for case in cases}

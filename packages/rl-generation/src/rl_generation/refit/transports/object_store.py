@@ -87,12 +87,17 @@ class ObjectStoreReceiver:
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
+    import numpy
+
+    if not isinstance(array, numpy.ndarray) or array.dtype != numpy.uint8 or not array.flags.c_contiguous:
+        raise RefitError(f"refit: Ray's store gave a {type(array).__name__} for a bucket; expected its bytes")
     if not array.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     # Torch warns of every array that is read-only, as those of the store are, and no filter of warnings is
     # safe with threads.
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    memory.owner = array
+    # Keeps the store from taking the memory back while a view is in use.
+    memory.owner = array  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
