@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+
+# They run where vLLM is: see tests/vllm_environment.
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm_*.py"]
 
 # No run of these tests takes a quarter of this on an idle machine.
 DEADLINE_S = 900
@@ -42,6 +46,12 @@ class Run:
 def grpo() -> Callable[..., Run]:
     """Run a ``grpo`` command to its end: ``grpo(*words, directory=RUN_DIR)``."""
     return _run_grpo
+
+
+@pytest.fixture(scope="session")
+def make_run() -> type[Run]:
+    """For tests that start a command themselves."""
+    return Run
 
 
 def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
