@@ -33,10 +33,9 @@ def test_every_replica_goes_through_all_steps_together(run, scripted, source) ->
             assert (fleet.core.version, fleet.states) == (7, ["healthy"] * 3)
             metrics = fleet.core.metrics()
             assert metrics["refits"] == 1
-            with pytest.raises(RefitError, match="version 6 after version 7"):
-                await fleet.core.refit(source(), 6)
-            # The same version again is allowed: a resumed run begins so.
-            await fleet.core.refit(source(), 7)
+            for version in (6, 7):
+                with pytest.raises(RefitError, match=f"version {version} after version 7; expected a larger"):
+                    await fleet.core.refit(source(), version)
 
     run(scene())
 
@@ -195,12 +194,15 @@ def test_one_that_hangs_is_dead_after_the_steps_deadline(run, scripted, source, 
 
 
 def test_an_acknowledgement_that_differs_is_no_acknowledgement(run, scripted, source) -> None:
+    """The engine believes that it is fine and would serve, so it is ended."""
+
     async def scene() -> None:
         async with scripted(2, QUIET) as fleet:
             fleet.replicas[0].wrong_digest = True
             assert await fleet.core.refit(source(), 1) == ["r1"]
-            assert fleet.states == ["stale", "healthy"]
+            assert fleet.states == ["dead", "healthy"]
             fleet.replicas[0].wrong_digest = False
+            await fleet.until(lambda: fleet.states == ["stale", "healthy"])
             finish = fleet.replicas[1].finish_refit
 
             async def older():
@@ -209,7 +211,7 @@ def test_an_acknowledgement_that_differs_is_no_acknowledgement(run, scripted, so
 
             fleet.replicas[1].finish_refit = older
             assert await fleet.core.refit(source(), 2) == ["r0"]
-            assert fleet.states == ["healthy", "stale"]
+            assert fleet.states == ["healthy", "dead"]
 
     run(scene())
 
@@ -288,6 +290,27 @@ def test_a_caller_who_gives_up_leaves_no_refit_behind(run, scripted, source) -> 
             assert fleet.states == ["stale"] * 2
             fleet.replicas[1].hangs.clear()
             assert await fleet.core.refit(source(), 1) == ["r0", "r1"]
+
+    run(scene())
+
+
+def test_giving_up_before_the_last_acknowledgement_ends_who_may_serve_the_new_weights(
+    run, scripted, source
+) -> None:
+    """The first one has finished and would serve version 1 in a fleet of version 0."""
+
+    async def scene() -> None:
+        async with scripted(2, QUIET) as fleet:
+            fleet.replicas[1].hangs.add("finish_refit")
+            call = asyncio.ensure_future(fleet.core.refit(source(), 1))
+            await fleet.until(lambda: bool(fleet.replicas[1].calls.get("finish_refit")))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert fleet.core.version == 0
+            await fleet.until(lambda: fleet.states == ["healthy"] * 2)
+            assert [replica.calls["kill"] for replica in fleet.replicas] == [1, 1]
+            assert [replica.version for replica in fleet.replicas] == [0, 0]
 
     run(scene())
 

@@ -250,6 +250,23 @@ def test_a_caller_who_gives_up_leaves_nothing_outstanding(run, scripted, make_re
     run(scene())
 
 
+@pytest.mark.parametrize("steps", range(4))
+def test_giving_up_at_once_leaves_nothing_outstanding_either(
+    run, scripted, make_requests, steps: int
+) -> None:
+    async def scene() -> None:
+        async with scripted(3) as fleet:
+            call = asyncio.ensure_future(fleet.core.generate(make_requests(10)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert {fleet.core._router.endpoint(r.name).outstanding for r in fleet.replicas} == {0}
+
+    run(scene())
+
+
 def test_f9_sixteen_hung_replicas_are_found_within_one_timeout(scripted_replica, stopwatch) -> None:
     """In real time: probe timeout 0.2 s, all flagged within 0.5 s; in series it would be 3.2 s."""
 

@@ -185,7 +185,7 @@ async def _until_dead(one: RayReplica) -> None:
             await one.probe()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -198,8 +198,8 @@ def test_f8_an_actor_that_no_node_can_hold_is_refused_at_once() -> None:
     async def scene() -> None:
         began = time.monotonic()
         with pytest.raises(UnschedulableError) as caught:
-            await replica(num_gpus=1, schedule_timeout_s=3.0).start()
-        assert time.monotonic() - began < 3.0
+            await replica(num_gpus=1, schedule_timeout_s=10.0).start()
+        assert time.monotonic() - began < 10.0
         text = str(caught.value)
         assert "replica double-0" in text
         assert f"{EngineDouble.__module__}.EngineDouble" in text
@@ -213,17 +213,17 @@ def test_f8_an_actor_that_no_node_can_hold_is_refused_at_once() -> None:
 def test_f8_an_actor_that_waits_for_room_has_a_deadline() -> None:
     async def scene() -> None:
         began = time.monotonic()
-        waiting = replica(num_gpus=1, schedule_timeout_s=1.0, nodes_may_join=True)
-        with pytest.raises(UnschedulableError, match=r"did not run within 1 s; node 127\.0\.0\.1.*4 CPU"):
+        waiting = replica(num_gpus=1, schedule_timeout_s=5.0, nodes_may_join=True)
+        with pytest.raises(UnschedulableError, match=r"did not run within 5 s; node 127\.0\.0\.1.*4 CPU"):
             await waiting.start()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 10.0
 
     asyncio.run(scene())
 
 
 def test_calls_have_deadlines_and_failures_keep_their_class() -> None:
     async def scene() -> None:
-        one = replica(generate_timeout_s=1.0)
+        one = replica(generate_timeout_s=3.0)
         try:
             with pytest.raises(EngineDeadError, match=r"generate: it has no process; start\(\) makes one"):
                 await one.generate(ask(1))
@@ -236,7 +236,7 @@ def test_calls_have_deadlines_and_failures_keep_their_class() -> None:
             with pytest.raises(GenerationError, match="generate failed: KeyError: 'a bug'") as bug:
                 await one.generate(ask(91))
             assert (bug.value.kind, type(bug.value.__cause__)) == ("data", KeyError)
-            with pytest.raises(DeadlineError, match="replica double-0: generate did not answer within 1 s"):
+            with pytest.raises(DeadlineError, match="replica double-0: generate did not answer within 3 s"):
                 await one.generate(ask(93))
             # It is free again, since nobody waits for that answer.
             assert [c.token_ids for c in await one.generate(ask(6))] == [(6,)]
@@ -313,6 +313,6 @@ def test_g3_f4_a_fleet_of_actors_outlives_the_death_of_one(source) -> None:
         frozen = fleet.health()["replicas"]["double-2"]["pid"]
         os.kill(frozen, signal.SIGSTOP)
         assert len(fleet.generate([ask(8)[0] for _ in range(40)])) == 40
-        wait_for(lambda: fleet.states["double-2"] == "stale", 60.0)
+        wait_for(lambda: fleet.states["double-2"] == "stale")
         pids["double-2 last"] = fleet.health()["replicas"]["double-2"]["pid"]
     assert [name for name, pid in pids.items() if running(pid)] == []

@@ -107,7 +107,7 @@ class FleetCore:
         """Give all live replicas new weights; names of those that serve them.
 
         Raises:
-            RefitError: no replica completed it, or the version is older than the fleet's.
+            RefitError: no replica completed it, or the version is not larger than the fleet's.
             NoReplicaError: none was live in time.
             GenerationError: the source failed.
         """
@@ -211,8 +211,11 @@ class FleetCore:
         while True:
             async with self._modes.turn(self._settings.refit_timeout_s):
                 self._modes.refuse("asleep", "closed")
-                if version < self.version:
-                    raise RefitError(f"fleet: a refit to version {version} after version {self.version}")
+                if version <= self.version:
+                    raise RefitError(
+                        f"fleet: a refit to version {version} after version {self.version}; expected a "
+                        "larger one, or refit_stale for those that missed it"
+                    )
                 live = [member for member in self.members.values() if member.live]
                 if live:
                     return await self._refit_these(live, source, version)

@@ -17,7 +17,7 @@ from ..failures import (
 )
 from ..protocol import Completion, GenerationRequest
 from .member import Member
-from .router import Router
+from .router import Endpoint, Router
 from .settings import FleetSettings
 from .states import ReplicaEvent, ReplicaState
 
@@ -50,6 +50,19 @@ class _Job:
     began: float
     answers: list[Completion | None] = field(default_factory=list)
     first_cause: InfraError | None = None
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Requests that are outstanding at an endpoint."""
+
+    endpoint: Endpoint
+    count: int
+
+    def release(self) -> None:
+        """They are not any more; idempotent."""
+        self.endpoint.outstanding -= self.count
+        self.count = 0
 
 
 class Dispatcher:
@@ -119,16 +132,21 @@ class Dispatcher:
 
     async def _serve(self, job: _Job, indexes: Sequence[int], failures: int) -> None:
         shares = await self._shares(job, len(indexes))
+        leases = [_Lease(self._router.endpoint(name), share) for name, share in shares.items()]
         bounds = [0, *itertools.accumulate(shares.values())]
         # Neighbours often share a prompt, so they stay together.
         parts = [indexes[first:last] for first, last in itertools.pairwise(bounds)]
         try:
             async with asyncio.TaskGroup() as group:
-                for name, part in zip(shares, parts, strict=True):
-                    group.create_task(self._send(job, self._members[name], part, failures))
+                for lease, part in zip(leases, parts, strict=True):
+                    group.create_task(self._send(job, lease, part, failures))
         except BaseExceptionGroup as errors:
             first = _first(errors)
             raise first from first.__cause__
+        finally:
+            # A task that is cancelled before its first step cannot do it itself.
+            for lease in leases:
+                lease.release()
 
     async def _shares(self, job: _Job, count: int) -> dict[str, int]:
         left = job.deadline - asyncio.get_running_loop().time()
@@ -143,11 +161,11 @@ class Dispatcher:
                 raise
             raise NoReplicaError(f"{error}; first cause: {job.first_cause}") from job.first_cause
 
-    async def _send(self, job: _Job, member: Member, part: Sequence[int], failures: int) -> None:
-        endpoint = self._router.endpoint(member.name)
+    async def _send(self, job: _Job, lease: _Lease, part: Sequence[int], failures: int) -> None:
+        member = self._members[lease.endpoint.name]
         if member.state is not ReplicaState.HEALTHY:
             # It was when the work was split, a moment ago.
-            endpoint.outstanding -= len(part)
+            lease.release()
             await self._serve(job, part, failures)
             return
         life, version = member.life, self._version()
@@ -159,17 +177,14 @@ class Dispatcher:
             )
             self._check(member, answers, len(part), version)
         except InfraError as error:
-            endpoint.outstanding -= len(part)
+            lease.release()
             self._traffic.failed_calls += 1
             job.first_cause = job.first_cause or error
             if member.life == life:
                 self._blame(member, error)
             await self._send_again(job, part, failures + 1, error)
             return
-        except BaseException:
-            endpoint.outstanding -= len(part)
-            raise
-        endpoint.outstanding -= len(part)
+        lease.release()
         member.machine.answered()
         self._take(job, member, part, answers)
 

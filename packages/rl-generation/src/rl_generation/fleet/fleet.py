@@ -132,13 +132,13 @@ class Fleet:
 
         Args:
             source: read once, from other threads than the caller's.
-            version: at least the present one. It is the fleet's as soon as one replica serves it.
+            version: larger than the present one. It is the fleet's as soon as one replica serves it.
 
         Returns:
             Names of the replicas that serve the new version.
 
         Raises:
-            RefitError: no replica completed it, or an older version.
+            RefitError: no replica completed it, or the version does not grow.
             NoReplicaError: none was live within ``replica_wait_s``.
             GenerationError: the source failed, or the fleet does not run.
         """

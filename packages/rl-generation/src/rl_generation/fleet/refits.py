@@ -46,6 +46,7 @@ class FleetRefit:
         self._lives = {member: member.life for member in members}
         self._stale_before = {member for member in members if member.state is ReplicaState.STALE}
         self._begun: set[Member] = set()
+        self._may_believe_in_it: set[Member] = set()
         self._loaded: dict[Member, int] = dict.fromkeys(members, 0)
         self._moving = False
         self.refitted: list[Member] = []
@@ -81,7 +82,13 @@ class FleetRefit:
         digest = manifest_digest(spec)
 
         async def finish(member: Member) -> None:
-            ack = await member.replica.finish_refit()
+            self._may_believe_in_it.add(member)
+            try:
+                ack = await member.replica.finish_refit()
+            except Exception:
+                # It says itself that it did not finish.
+                self._may_believe_in_it.discard(member)
+                raise
             _compare(member, ack, self._version, digest)
 
         self.refitted = await self._step("finish_refit", finish)
@@ -145,9 +152,10 @@ class FleetRefit:
             # Given up meanwhile; what is there now is another process.
             return
         unanswered = isinstance(error, (EngineDeadError, DeadlineError))
-        believes_it_is_fine = self._loaded[member] == 0 and member not in self._stale_before
-        if unanswered or (self.refitted and believes_it_is_fine):
-            # Without a single new tensor an engine goes on with its old weights, and so does its server.
+        untouched = self._loaded[member] == 0 and member not in self._stale_before
+        if unanswered or member in self._may_believe_in_it or (self.refitted and untouched):
+            # Its engine, and so its server, goes on: with the old weights if nothing came, or with the new
+            # ones if only their acknowledgement is missing.
             member.report(ReplicaEvent.DIED, error)
             return
         if member not in self._begun:

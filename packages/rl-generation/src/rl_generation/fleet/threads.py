@@ -64,12 +64,14 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._closing = threading.Lock()
+        self._closed = False
         self._thread.start()
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._loop.is_closed() or not self._thread.is_alive()
+        return self._closed
 
     def time(self) -> float:
         """The loop's clock, in seconds."""
@@ -81,11 +83,12 @@ class LoopThread:
         Raises:
             GenerationError: the loop has ended.
         """
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise GenerationError(f"{self._name}: used after shutdown(); build a new one") from error
+        with self._closing:
+            # What is handed over before the loop is told to stop still runs there, if only to be cancelled.
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise GenerationError(f"{self._name}: used after shutdown(); build a new one")
 
     def call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
         """Run something on the loop and wait for it, from any other thread.
@@ -113,9 +116,10 @@ class LoopThread:
 
     def close(self, timeout_s: float) -> None:
         """Cancel what runs and end the thread, or leave it after ``timeout_s``; idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
