@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +25,8 @@ from .processes import (
 from .results import completion_of, prompt_scores
 from .settings import VllmSettings
 
-_FORCED_S = 5.0
+_ASKED = 0.75
+"""Of the time to end: how long processes may take to end by themselves."""
 
 
 class AsyncDriver:
@@ -47,6 +46,7 @@ class AsyncDriver:
         self._facts: Launched | None = None
         self._meter: Any = None
         self._watch = DeathWatch()
+        self._roots: tuple[int, ...] = ()
         self._numbers = itertools.count()
         self._cached_prompt_tokens = 0
         self._drains = settings.in_flight == "drain"
@@ -77,9 +77,10 @@ class AsyncDriver:
             self._engine = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[self._meter.logger], disable_log_stats=True
             )
-        roots = [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
+        manager = self._engine.engine_core.resources.engine_manager
+        self._roots = tuple(process.pid for process in manager.processes)
         workers = await self.call_workers("rl_pid")
-        self._facts = facts_of(config, workers[0], tuple(descendants(roots)))
+        self._facts = facts_of(config, workers[0], tuple(dict.fromkeys([*self._roots, *workers])))
         return self._facts
 
     def when_dead(self, callback: Callable[[str], None]) -> None:
@@ -191,25 +192,19 @@ class AsyncDriver:
         """Ask the process to end, then end it."""
         self._watch.close()
         engine, self._engine = self._engine, None
-        deadline = time.monotonic() + timeout_s
         if engine is None:
             return
-        processes = self._facts.processes if self._facts is not None else ()
         # Otherwise vLLM reports the end of its process as an error.
         if engine.output_handler is not None:
             engine.output_handler.cancel()
-        loop_children = descendants(processes)
+        left = descendants(self._roots)
+        asked_s = _ASKED * timeout_s
         with contextlib.suppress(Exception):
             await in_thread(
-                lambda: engine.shutdown(timeout=max(0.1, timeout_s / 2)), "vllm-shutdown", max(0.1, timeout_s)
+                lambda: engine.shutdown(timeout=asked_s), "vllm-shutdown", asked_s + timeout_s / 10
             )
-        left = [pid for pid in dict.fromkeys([*processes, *loop_children]) if pid != os.getpid()]
-
-        def end() -> None:
-            kill_all(wait_until_dead(left, max(0.0, deadline - time.monotonic() - _FORCED_S)))
-            wait_until_dead(left, _FORCED_S)
-
-        await asyncio.to_thread(end)
+        kill_all(wait_until_dead(left, 0.0))
+        await asyncio.to_thread(wait_until_dead, left, timeout_s / 10)
 
     async def _run(self, token_ids: tuple[int, ...], sampling: Any) -> Any:
         request = f"{self._settings.name}-{next(self._numbers)}"

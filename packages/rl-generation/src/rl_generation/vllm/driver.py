@@ -18,7 +18,7 @@ class Launched:
         vocab_size: token ids lie below it.
         tied: whether the head is the embedding.
         pid: of the process that holds the weights, or the first of them.
-        processes: ids of all processes that were made for it.
+        processes: ids of the processes without which it is dead, parents first.
     """
 
     max_context: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,14 +13,7 @@ from .arguments import engine_arguments, executor_name, sampling_arguments
 from .driver import Launched
 from .environment import variable_set
 from .launching import facts_of, require_unquantised
-from .processes import (
-    DeathWatch,
-    children_of_thread,
-    descendants,
-    kill_all,
-    making_processes,
-    wait_until_dead,
-)
+from .processes import DeathWatch, kill_all, making_processes, wait_until_dead
 from .results import completion_of, prompt_scores
 from .settings import VllmSettings
 
@@ -174,15 +166,13 @@ class SyncDriver:
 
         arguments = engine_arguments(self._settings, cpu=self._cpu)
         arguments["distributed_executor_backend"] = executor_name(self._settings)
-        before = set(children_of_thread(threading.get_native_id()))
         # LLM reads it when it is built: the engine's loop runs in this process.
         with variable_set("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), making_processes("spawn"):
             self._llm = LLM(**arguments)
         config = self._llm.llm_engine.vllm_config
         require_unquantised(config, self._settings.name)
-        made = set(children_of_thread(threading.get_native_id())) - before
         pids = self._llm.collective_rpc("rl_pid")
-        return facts_of(config, pids[0], tuple(dict.fromkeys([*pids, *descendants(made)])))
+        return facts_of(config, pids[0], tuple(pids))
 
     def _generate(self, prompts: list[tuple[int, ...]], arguments: list[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams, TokensPrompt
