@@ -31,6 +31,7 @@ from rl_generation.refit.wire import bucket_from_json, bucket_to_json
 from rl_generation.server.reservation import ListenSettings
 from rl_generation.vllm import VllmSettings, VllmWorker, environment, parentage
 from rl_generation.vllm.arguments import engine_arguments, executor_name, sampling_arguments
+from rl_generation.vllm.async_driver import AsyncDriver
 from rl_generation.vllm.environment import environment_for, is_cpu_build
 from rl_generation.vllm.faults import causes, converted
 from rl_generation.vllm.processes import start_method
@@ -281,6 +282,33 @@ def test_a_fork_is_made_only_where_the_child_needs_no_threads() -> None:
     assert start_method(True, 1, None) == "fork"
     assert start_method(True, 2, None) == start_method(False, 1, None) == "spawn"
     assert start_method(False, 1, "fork") == "fork"
+
+
+def test_g1_g2_all_of_vllms_caches_are_emptied_and_one_that_is_not_is_an_error() -> None:
+    class Engine:
+        emptied = True
+
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, dict[str, Any]]] = []
+
+        def __getattr__(self, name: str) -> Any:
+            async def call(**arguments: Any) -> bool:
+                self.calls.append((name, arguments))
+                return self.emptied
+
+            return call
+
+    driver = AsyncDriver(VllmSettings("m"), cpu=True)
+    driver._engine = engine = Engine()
+    asyncio.run(driver.drop_caches())
+    assert engine.calls == [
+        ("reset_prefix_cache", {"reset_running_requests": True}),
+        ("reset_mm_cache", {}),
+        ("reset_encoder_cache", {}),
+    ]
+    engine.emptied = False
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        asyncio.run(driver.drop_caches())
 
 
 def test_a_bucket_out_of_rays_store_is_put_where_the_engine_can_read_it(
