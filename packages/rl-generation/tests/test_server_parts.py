@@ -53,11 +53,11 @@ def test_what_is_sampled_may_be_anything() -> None:
     """Text that looks like the template's own, or like the marker, changes nothing."""
     for content in (";A:", "\u241f0\u241f", "", None):
         messages = [
-            {"role": "user", "content": "\u241f0\u241f"},
-            {**CARRYING, "content": content},
             {"role": "user", "content": "\u241f1\u241f"},
+            {**CARRYING, "content": content},
+            {"role": "user", "content": "\u241f0\u241f"},
         ]
-        assert said(splice(messages, plainly)[2:]) == ";U:\u241f1\u241f;A:"
+        assert said(splice(messages, plainly)[2:]) == ";U:\u241f0\u241f;A:"
 
 
 def test_a_template_that_rewrites_earlier_turns_does_no_harm() -> None:

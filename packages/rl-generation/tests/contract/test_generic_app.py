@@ -30,7 +30,7 @@ def server(build_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer, reference = tiny.write_tokenizer(directory), tiny.write_model(directory)
-    model = build_model(context=tiny.CONTEXT, vocab=tiny.VOCAB)
+    model = build_model(context=tiny.CONTEXT, vocab=tiny.VOCAB, kv_channels=tiny.HEAD)
     tiny.copy_to_megatron(reference, model)
     engine = MegatronGeneration(
         model, vocab_size=tiny.VOCAB, max_context=tiny.CONTEXT, weight_version=7, wait_timeout_s=60

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from rl_generation.fleet.threads import LoopThread
 from rl_generation.server.reservation import ListenSettings
 from rl_generation.server.settings import SamplingProfile, ServerSettings
 from rl_generation.vllm.server import VllmServerSettings
@@ -26,32 +25,16 @@ PROFILES = (SamplingProfile("training", 1.0), SamplingProfile("validation", 0.6)
 TOKEN = "s3cret"
 
 
-class Loop:
-    """An event loop in a thread, as an actor has one."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(280)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    """Where the worker lives, as in an actor."""
+    thread = LoopThread("vllm-test")
+    yield thread
+    thread.close(5)
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
-def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def server(loop: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer, reference = tiny.write_tokenizer(directory), tiny.write_model(directory)
     worker = VllmWorker(
@@ -62,11 +45,11 @@ def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
             tool_parser="hermes",
         ),
     )
-    base_url = loop.run(worker.reserve())
+    base_url = loop.submit(worker.reserve()).result(30)
     headers = {"authorization": f"Bearer {TOKEN}"}
     before = httpx.get(f"{base_url}/models", headers=headers, trust_env=False)
     try:
-        facts = loop.run(worker.start())
+        facts = loop.submit(worker.start()).result(280)
         yield served.Served(
             url=base_url.removesuffix("/v1"),
             token=TOKEN,
@@ -81,7 +64,7 @@ def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
             before_ready=before,
         )
     finally:
-        loop.run(worker.shutdown(20))
+        loop.submit(worker.shutdown(20)).result(60)
 
 
 class TestVllm(cases.ServerContract):
