@@ -30,12 +30,20 @@ def test_the_summary_holds_what_is_promised(learned):
         "seconds_training",
         "peak_memory_mb",
         "seed",
+        "generation_tokens_per_second",
+        "seconds_refit",
+        "logprob_gap_mean",
+        "logprob_gap_max",
     }
     metrics = learned.metrics
     assert learned.summary["tokens"] == sum(metrics[step]["tokens"] for step in range(1, 21))
     assert learned.summary["held_out_before"] == metrics[0]["held_out/accuracy"]
     assert learned.summary["held_out_after"] == metrics[20]["held_out/accuracy"]
     assert learned.summary["seconds"] >= learned.summary["seconds_generation"]
+    assert learned.summary["seconds_refit"] == 0, "engine and policy share their weights"
+    assert learned.summary["generation_tokens_per_second"] == pytest.approx(
+        learned.summary["tokens"] / sum(metrics[step]["engine_seconds"] for step in range(1, 21)), rel=1e-3
+    )
     assert sorted(metrics) == list(range(21))
 
 
@@ -46,6 +54,8 @@ def test_it_is_on_policy(learned):
         assert abs(metrics["first_ratio_max"] - 1) <= 1e-4
         assert metrics["logprob_gap_mean"] <= 1e-4
         assert metrics["logprob_gap_max"] <= 1e-3
+        assert abs(metrics["engine_ratio_mean"] - 1) <= 1e-4
+        assert "refit_seconds" not in metrics
 
 
 def test_it_says_little_and_nothing_for_its_libraries(learned):

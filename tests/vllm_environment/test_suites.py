@@ -56,7 +56,17 @@ def test_there_is_something_to_run() -> None:
     assert [file.parent.name for file in SUITES].count("e2e") >= 2
 
 
-@pytest.mark.parametrize("file", SUITES, ids=lambda file: file.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(
+            file,
+            id=file.relative_to(ROOT).as_posix(),
+            marks=[pytest.mark.faults] if "fault" in file.stem else [],
+        )
+        for file in SUITES
+    ],
+)
 def test_it_passes_with_vllm(vllm_python: str, file: Path) -> None:
     code, output = run(vllm_python, file)
     assert code == 0, tail(output)
