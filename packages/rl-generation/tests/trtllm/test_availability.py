@@ -6,11 +6,13 @@ import asyncio
 import pickle
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from rl_generation.failures import UnavailableBackendError
 from rl_generation.trtllm import TrtllmEngine, TrtllmGeneration, TrtllmSettings
+from rl_generation.trtllm.api import load_api
 from rl_generation.trtllm.availability import ThisMachine, missing, require_available
 
 
@@ -75,6 +77,28 @@ def test_an_engine_on_this_machine_says_what_is_missing(tmp_path: object) -> Non
 
 
 @pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("", "AsyncLLM"),
+        ("raise RuntimeError('no driver')", "no driver"),
+        ("import not_there", "not_there"),
+    ],
+)
+def test_a_package_that_is_too_old_or_broken_is_unavailable(
+    source: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorrt_llm.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
+    try:
+        with pytest.raises(UnavailableBackendError, match=named) as caught:
+            load_api()
+    finally:
+        sys.modules.pop("tensorrt_llm", None)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
     ("setting", "named"),
     [
         ({"max_context": 1}, "max_context"),
@@ -82,6 +106,10 @@ def test_an_engine_on_this_machine_says_what_is_missing(tmp_path: object) -> Non
         ({"gpu_memory_fraction": 1.0}, "gpu_memory_fraction"),
         ({"worker_gpu_share": 0.0}, "worker_gpu_share"),
         ({"probe_timeout_s": 0.0}, "probe_timeout_s"),
+        ({"seed": -1}, "seed"),
+        ({"llm_arguments": {"max_seq_len": 9}}, "max_context"),
+        ({"llm_arguments": {"sampler_type": "TRTLLMSampler"}}, "not free"),
+        ({"llm_arguments": {"speculative_config": None}}, "score"),
         ({"placement_groups": ("group",)}, "bundle_indices"),
         ({"placement_groups": ("group",), "bundle_indices": ((0, 1),)}, "one bundle per worker"),
     ],

@@ -145,6 +145,9 @@ def test_a_worker_that_starts_stale_serves_nothing_before_its_refit(
         versions = response.json()["choices"][0]["message"]["weight_versions"]
         assert set(versions) == {9}
         assert loop.call(worker.health(), "health", 5)["url"] == url
+        loop.call(worker.start(stale=True), "start again", 60)
+        assert ask(url).status_code == 503
+        assert loop.call(worker.health(), "health", 5)["state"] == "stale"
     finally:
         source.end()
         loop.call(worker.shutdown(5), "shutdown", 20)

@@ -59,7 +59,7 @@ def load_api() -> TrtllmApi:
         arguments = importlib.import_module("tensorrt_llm.llmapi.llm_args")
         memory_types = _memory_types()
         extension = importlib.import_module("tensorrt_llm.llmapi.rlhf_utils").WorkerExtension
-    except (ImportError, AttributeError, OSError) as error:
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
         raise UnavailableBackendError(
             f"{COMPONENT} cannot be used: {type(error).__name__}: {error}; expected release {OLDEST} or "
             "newer with its CUDA libraries"

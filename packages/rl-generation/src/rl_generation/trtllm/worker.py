@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..failures import InvalidRequestError, StaleWeightsError
+from ..failures import GenerationError, InvalidRequestError, StaleWeightsError
 from ..fleet.replica import ReplicaFacts
 from ..fleet.threads import in_thread
 from ..protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
@@ -53,9 +54,11 @@ class TrtllmWorker:
         self._listen = listen
         self._server = server
         self._parser = parser or PlainParser()
-        self._engine = TrtllmEngine(settings, transport, check=check)
+        self._transport = transport
+        self._check = check
+        self._engine = self._new_engine()
         self._reservation: Reservation | None = None
-        self._serves = False
+        self._started = self._serves = False
 
     async def reserve(self, port: int = 0) -> str | None:
         """See :class:`~rl_generation.fleet.replica.EngineActor`; the URL of the OpenAI API.
@@ -82,6 +85,13 @@ class TrtllmWorker:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        if self._started:
+            # Its workers are gone, or are not wanted any more.
+            self._serves = False
+            with contextlib.suppress(GenerationError):
+                await self._engine.shutdown(self._settings.probe_timeout_s)
+            self._engine = self._new_engine()
+        self._started = True
         facts = await self._engine.start(stale=stale)
         if self._reservation is not None:
             try:
@@ -150,6 +160,9 @@ class TrtllmWorker:
         finally:
             if reservation is not None:
                 await reservation.aclose(0.3 * timeout_s)
+
+    def _new_engine(self) -> TrtllmEngine:
+        return TrtllmEngine(self._settings, self._transport, check=self._check)
 
     async def _serve(self, reservation: Reservation, facts: ReplicaFacts) -> None:
         # The extra is needed by whoever serves.

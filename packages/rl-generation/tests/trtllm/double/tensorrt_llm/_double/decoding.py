@@ -71,7 +71,7 @@ class Decoder:
         answer = self._model(
             input_ids=ids, position_ids=positions, use_cache=True, **{self._cache_argument: self._cache}
         )
-        self._cache = answer.past_key_values if hasattr(answer, "past_key_values") else answer.cache
+        self._cache = getattr(answer, self._cache_argument)
         self._fed = len(self._known)
         return answer.logits[0, -1].float()
 
