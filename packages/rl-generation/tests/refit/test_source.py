@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rl_generation.failures import RefitError
+from rl_generation.protocol import RefitTensor
 from rl_generation.refit.contract import Bucket
 from rl_generation.refit.publisher import TensorSource
 from rl_generation.refit.receive import BucketReader
@@ -56,6 +57,20 @@ def test_a_source_serves_one_refit_after_another(
         source.end()
         require_same(received, tensors)
         tensors["scalar"] = tensors["scalar"] + 1
+
+
+def test_a_policy_describes_itself_once(settings: TransportSettings) -> None:
+    asked: list[int] = []
+
+    def spec() -> list[RefitTensor]:
+        asked.append(1)
+        return described(THREE)
+
+    source = TensorSource(spec, THREE.items, settings)
+    for _ in range(2):
+        assert [tensor.name for tensor in source.begin("shared_memory").tensors] == ["a", "b", "c"]
+        source.end()
+    assert len(asked) == 1
 
 
 def test_a_bucket_stays_as_it_is_while_the_next_is_packed(

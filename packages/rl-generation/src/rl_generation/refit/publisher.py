@@ -41,7 +41,8 @@ class TensorSource:
     weights must not change between ``begin`` and ``end``.
 
     Args:
-        spec: name, shape and dtype of everything that ``stream`` yields.
+        spec: name, shape and dtype of all that ``stream`` yields; asked once, because a policy may have
+            to gather its weights to answer.
         stream: names in HF layout and tensors, in any order; called once for each refit.
         settings: of the transports.
         name: stands in errors.
@@ -58,6 +59,7 @@ class TensorSource:
         self._stream = stream
         self._settings = settings or TransportSettings()
         self._name = name
+        self._announcement: RefitSpec | None = None
         self._running: _Running | None = None
 
     def begin(self, transport: TransportName) -> RefitSpec:
@@ -69,7 +71,9 @@ class TensorSource:
         """
         if self._running is not None:
             raise RefitError(f"{self._name}: begin was called during a refit; call end first")
-        spec = spec_of(self._spec())
+        if self._announcement is None:
+            self._announcement = spec_of(self._spec())
+        spec = self._announcement
         tally = Tally(self._name, spec)
         sender = make_sender(transport, self._settings)
         running = _Running(sender, BucketFiller(self._checked(tally)), tally)

@@ -140,7 +140,13 @@ class AsyncDriver:
 
     async def hold(self) -> None:
         """Let requests wait, or finish first where nobody could tell who sampled which token."""
-        await self._engine.pause_generation(mode="wait" if self._drains else "keep", clear_cache=False)
+        mode = "wait" if self._drains else "keep"
+        # What vLLM's own pause_generation calls, before it sleeps for 20 ms that a refit would have to wait.
+        pause = getattr(self._engine.engine_core, "pause_scheduler_async", None)
+        if pause is not None:
+            await pause(mode=mode, clear_cache=False)
+        else:
+            await self._engine.pause_generation(mode=mode, clear_cache=False)
 
     async def let_go(self) -> None:
         """Held requests go on."""
