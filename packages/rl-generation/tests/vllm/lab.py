@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +35,9 @@ def write_model(kind: str, folder: Path, **overrides: Any) -> Path:
         tie_word_embeddings=kind == "tied",
     )
     if kind == "untied":
-        config: Any = transformers.Qwen2Config(**shape | overrides)
+        # vLLM's attention on CPUs knows heads of 32 numbers and more.
+        heads = dict(num_attention_heads=2, num_key_value_heads=1)
+        config: Any = transformers.Qwen2Config(**shape | heads | overrides)
     elif kind == "moe":
         experts = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
         config = transformers.Qwen3MoeConfig(**shape | experts | {"head_dim": 32} | overrides)
@@ -131,6 +135,15 @@ class Lab:
         version = self.engine.weight_version + 1
         self.engine.update_weights(self.reference.moved(version).items(), version)
         return version
+
+
+async def reach(engine: Any, tokens: int) -> None:
+    """Wait until the engine has sampled so many tokens since it started."""
+    deadline = time.monotonic() + 30
+    while (facts := await engine.health_async())["sampled_tokens"] < tokens:
+        assert facts["state"] == "running", facts
+        assert time.monotonic() < deadline, facts
+        await asyncio.sleep(0.002)
 
 
 def requests_of(

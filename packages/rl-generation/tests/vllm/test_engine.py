@@ -25,7 +25,7 @@ from rl_generation.vllm import VllmEngine
 from rl_generation.vllm.core import EngineCore
 
 tools = importlib.import_module("packages.rl-generation.tests.vllm.lab")
-requests_of, settings_for = tools.requests_of, tools.settings_for
+reach, requests_of, settings_for = tools.reach, tools.requests_of, tools.settings_for
 CONTEXT, VOCAB = tools.CONTEXT, tools.VOCAB
 
 EXACT = 2e-5
@@ -171,7 +171,7 @@ def test_a_pause_keeps_what_a_request_has_and_nothing_is_sampled_meanwhile(lab: 
     async def run() -> list[int]:
         before = (await lab.engine.health_async())["sampled_tokens"]
         pending = [asyncio.ensure_future(lab.engine.generate_async(request)) for request in requests]
-        await reach(lab, before + 20)
+        await reach(lab.engine, before + 20)
         await lab.engine.pause_async()
         held = (await lab.engine.health_async())["sampled_tokens"]
         late = asyncio.ensure_future(lab.engine.generate_async(requests[0]))
@@ -193,7 +193,7 @@ def test_a_cancelled_request_ends_inside_the_engine(lab: Any) -> None:
     async def run() -> None:
         before = (await lab.engine.health_async())["sampled_tokens"]
         task = asyncio.ensure_future(lab.engine.generate_async(requests_of(1, 90)[0]))
-        await reach(lab, before + 3)
+        await reach(lab.engine, before + 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -265,11 +265,3 @@ def assert_same(completion: Completion, other: Completion) -> None:
     assert completion.token_ids == other.token_ids
     assert completion.logprobs == pytest.approx(other.logprobs, abs=EXACT)
     assert completion.weight_versions == other.weight_versions
-
-
-async def reach(lab: Any, tokens: int) -> None:
-    """Wait until the engine has sampled so many tokens since it started."""
-    deadline = time.monotonic() + 30
-    while (await lab.engine.health_async())["sampled_tokens"] < tokens:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.002)

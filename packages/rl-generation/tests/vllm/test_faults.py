@@ -25,7 +25,7 @@ from rl_generation.vllm import VllmEngine
 from rl_generation.vllm.processes import descendants, is_alive, wait_until_dead
 
 tools = importlib.import_module("packages.rl-generation.tests.vllm.lab")
-requests_of, settings_for = tools.requests_of, tools.settings_for
+reach, requests_of, settings_for = tools.reach, tools.requests_of, tools.settings_for
 
 pytestmark = pytest.mark.faults
 N = int(os.environ.get("RL_FAULTS_N", "2"))
@@ -57,8 +57,7 @@ async def idle(lab: Any, kill: Callable[[], None]) -> None:
 async def serving(lab: Any, kill: Callable[[], None]) -> None:
     before = (await lab.engine.health_async())["sampled_tokens"]
     pending = [asyncio.ensure_future(lab.engine.generate_async(request)) for request in requests_of(8, 90)]
-    while (await lab.engine.health_async())["sampled_tokens"] < before + 8:
-        await asyncio.sleep(0.002)
+    await reach(lab.engine, before + 8)
     kill()
     for answer in await asyncio.gather(*pending, return_exceptions=True):
         assert type(answer) is EngineDeadError, answer

@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from ..failures import (
     EngineDeadError,
     GenerationError,
-    NotReadyError,
+    InfraError,
     RefitError,
-    StaleWeightsError,
+    UnavailableBackendError,
 )
 from ..fleet.replica import ReplicaFacts
 from ..protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
 from ..refit.contract import Bucket, RefitAck
 from .arguments import check_prompt
-from .driver import Driver, Launched
+from .engine_state import EngineState
 from .faults import causes, converted
 from .settings import VllmSettings
-from .trouble import Trouble, guarded
-from .weights import WeightAccount
+from .trouble import guarded
 
-T = TypeVar("T")
+_FIRST = GenerationRequest((0,), SamplingParams(max_new_tokens=1, temperature=0.0))
 
 
-class EngineCore:
+class EngineCore(EngineState):
     """Everything about an engine that is not vLLM's. All on one event loop.
 
     Args:
         settings: of the engine.
         driver: vLLM's.
     """
-
-    def __init__(self, settings: VllmSettings, driver: Driver) -> None:
-        self._settings = settings
-        self._name = settings.name
-        self._driver = driver
-        self._facts: Launched | None = None
-        self._weights = WeightAccount(settings)
-        self._dead = Trouble()
-        self._stale = Trouble()
-        self._paused = False
-        self._asleep = False
-        self._closed = False
-        self._control = asyncio.Lock()
-        self._listeners: list[Callable[[GenerationError | None], None]] = []
-
-    @property
-    def weight_version(self) -> int:
-        """Of the last weights that were whole."""
-        return self._weights.version
-
-    @property
-    def client(self) -> Any:
-        """vLLM's own engine, for an HTTP server on this loop."""
-        return self._driver.engine
-
-    def listen(self, listener: Callable[[GenerationError | None], None]) -> None:
-        """Have ``listener`` told why nothing can be served any more, or ``None`` when it can again."""
-        self._listeners.append(listener)
 
     async def start(self, *, stale: bool = False) -> ReplicaFacts:
         """Load the checkpoint.
@@ -77,11 +47,21 @@ class EngineCore:
             await self._driver.close(self._settings.control_timeout_s)
             raise _start_failure(error, self._settings) from error
         self._driver.when_dead(self._died)
-        await self._within(
-            self._driver.note_version(self.weight_version),
-            "noting the version",
-            self._settings.control_timeout_s,
-        )
+        try:
+            await self._within(
+                self._driver.note_version(self.weight_version),
+                "noting the version",
+                self._settings.control_timeout_s,
+            )
+            # A model that vLLM loads but cannot compute is found out here and not by the first request.
+            await self._within(
+                self._driver.sample([_FIRST], self.weight_version),
+                "sampling a first token",
+                self._settings.start_timeout_s,
+            )
+        except GenerationError as error:
+            await self._driver.close(self._settings.control_timeout_s)
+            raise _start_failure(error, self._settings) from error
         if stale or self._settings.load_format == "dummy":
             self._weights.forget()
             self._grow_stale(f"its weights are of version {self.weight_version}, which is old")
@@ -142,8 +122,7 @@ class EngineCore:
         if held:
             work: Coroutine[Any, Any, Any] = self._driver.call_workers("rl_pid")
         else:
-            request = GenerationRequest((0,), SamplingParams(max_new_tokens=1, temperature=0.0))
-            work = self._driver.sample([request], self.weight_version)
+            work = self._driver.sample([_FIRST], self.weight_version)
         await self._within(work, "a probe", self._settings.probe_timeout_s)
 
     def require_fit(self, spec: RefitSpec) -> None:
@@ -276,55 +255,6 @@ class EngineCore:
         self._tell()
         await self._driver.close(timeout_s)
 
-    def refusal(self) -> GenerationError | None:
-        """Why nothing is served now, ``None`` if it is."""
-        if self._facts is None and not self._closed:
-            return NotReadyError(f"{self._name}: the engine still loads")
-        for trouble in (self._dead, self._stale):
-            if trouble.here:
-                return trouble.error()
-        if self._asleep:
-            return NotReadyError(f"{self._name}: asleep; call wake() before generating")
-        return None
-
-    def _state(self) -> str:
-        if self._closed:
-            return "closed"
-        if self._facts is None:
-            return "starting"
-        if self._dead.here:
-            return "dead"
-        if self._weights.arriving:
-            return "refitting"
-        if self._stale.here:
-            return "stale"
-        if self._asleep:
-            return "asleep"
-        return "paused" if self._paused else "running"
-
-    def _require_started(self) -> Launched:
-        self._dead.raise_if_here()
-        if self._facts is None:
-            raise NotReadyError(f"{self._name}: not started yet; call start() first")
-        return self._facts
-
-    def _require_awake(self, action: str) -> None:
-        self._require_started()
-        self._stale.raise_if_here()
-        if self._asleep:
-            raise GenerationError(f"{self._name}: asleep; call wake() before {action}")
-
-    def _died(self, reason: str) -> None:
-        self._dead.report(EngineDeadError, f"{self._name}: {reason}; start it again")
-        self._tell()
-
-    def _grow_stale(self, reason: str) -> None:
-        self._stale.clear()
-        self._stale.report(
-            StaleWeightsError, f"{self._name}: {reason}; nothing is sampled before a refit completes"
-        )
-        self._tell()
-
     async def _fall_stale(self, reason: str) -> None:
         """A refit failed half way: nothing goes on with a mixture of weights."""
         self._weights.abort()
@@ -335,40 +265,10 @@ class EngineCore:
             await self._within(self._driver.abort_all(), "ending requests", self._settings.control_timeout_s)
         await self._let_go_anyway()
 
-    async def _hold(self) -> None:
-        await self._within(self._driver.hold(), "a pause", self._settings.control_timeout_s)
-
-    async def _release(self) -> None:
-        if not self._paused and not self._asleep and not self._weights.arriving and not self._dead.here:
-            await self._within(self._driver.let_go(), "resuming", self._settings.control_timeout_s)
-
-    async def _let_go_anyway(self) -> None:
-        """Where something failed already that says more."""
-        with contextlib.suppress(GenerationError):
-            await self._release()
-
-    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        what = method.removeprefix("rl_").replace("_", " ")
-        try:
-            return await self._within(
-                self._driver.call_workers(method, *arguments), what, self._settings.refit_timeout_s
-            )
-        except GenerationError as error:
-            if isinstance(error, EngineDeadError):
-                raise
-            raise RefitError(str(error)) from error
-
-    async def _within(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-        return await guarded(work, (self._dead,), component=self._name, what=what, timeout_s=timeout_s)
-
-    def _tell(self) -> None:
-        reason = self.refusal()
-        for listener in self._listeners:
-            listener(reason)
-
 
 def _start_failure(error: Exception, settings: VllmSettings) -> GenerationError:
-    failure = converted(error, settings.name, f"starting on {settings.model_dir}")
-    if failure is error:
-        return failure
-    return type(failure)(f"{failure}; see this process's log for what vLLM said before")
+    failure = converted(error, settings.name, "the start")
+    # There is no request yet that could be at fault.
+    kind = type(failure) if isinstance(failure, InfraError | UnavailableBackendError) else GenerationError
+    said = failure if failure is error else f"{causes(error)}; the log has what vLLM said before"
+    return kind(f"{settings.name}: cannot start on {settings.model_dir}: {said}")
