@@ -113,7 +113,7 @@ def installed(packages: Sequence[str]) -> str:
 
 def cpu_seconds() -> float:
     """Of this process and the living ones below it."""
-    import psutil  # pyrefly: ignore[missing-source-for-stubs]
+    import psutil  # pyrefly: ignore[untyped-import]
 
     processes = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in processes)

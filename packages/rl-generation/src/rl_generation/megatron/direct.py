@@ -94,8 +94,9 @@ def rms_norm(weight: Tensor, eps: float | None) -> Arithmetic:
         eps: ``None`` is that of the dtype, as in torch.
     """
     width = weight.shape[-1]
-    floor = width * (torch.finfo(torch.float32).eps if eps is None else eps)
-    # With the division by the width moved into the weight six operations are left.
+    # With the division by the width moved into the weight six operations are left. A number would be made a
+    # tensor in every call.
+    floor = weight.new_tensor(width * (torch.finfo(torch.float32).eps if eps is None else eps))
     scaled = weight * width**0.5
     return lambda x: (x * (x * x).sum(-1, keepdim=True).add_(floor).rsqrt_()).mul_(scaled)
 

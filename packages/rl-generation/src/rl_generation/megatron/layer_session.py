@@ -95,6 +95,7 @@ class LayerSession:
         positions = torch.arange(length, device=self._device).expand_as(tokens)
         hidden = self._embed(tokens, positions)
         cosines, sines = self._table.first(length)
+        ends = torch.tensor([row * length + len(p) - 1 for row, p in enumerate(prompts)], device=self._device)
         for index, layer in enumerate(self._layers):
             heads, values = (x.unflatten(0, (rows, length)) for x in layer.project(hidden))
             heads = rotate(heads, cosines, sines)
@@ -104,10 +105,12 @@ class LayerSession:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self._scale, enable_gqa=True
             )
-            hidden = layer.finish(hidden, mixed.transpose(1, 2).reshape(rows * length, -1))
-        ends = torch.tensor([len(p) - 1 for p in prompts], device=self._device)
-        last = hidden.unflatten(0, (rows, length))[torch.arange(rows, device=self._device), ends]
-        return self._head(self._final_norm(last))
+            mixed = mixed.transpose(1, 2).reshape(rows * length, -1)
+            if index == len(self._layers) - 1:
+                # Nothing looks at the other tokens any more.
+                hidden, mixed = hidden[ends], mixed[ends]
+            hidden = layer.finish(hidden, mixed)
+        return self._head(self._final_norm(hidden))
 
 
 def _chunks(prompts: tuple[tuple[int, ...], ...]) -> Iterator[slice]:
