@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,38 +39,74 @@ def loop() -> Iterator[LoopThread]:
 
 
 @pytest.fixture(scope="module")
-def server(loop: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    directory = tmp_path_factory.mktemp("tiny")
-    tokenizer, reference = tiny.write_tokenizer(directory), tiny.write_model(directory)
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """Folder, tokenizer, and the model in transformers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, tiny.write_tokenizer(folder), tiny.write_model(folder)
+
+
+@pytest.fixture(scope="module")
+def worker(loop: LoopThread, model: tuple[Path, Any, Any]) -> Iterator[VllmWorker]:
     worker = VllmWorker(
-        VllmSettings(str(directory), dtype="float32", kv_cache_bytes=32 << 20, weight_version=7),
+        VllmSettings(str(model[0]), dtype="float32", kv_cache_bytes=32 << 20, weight_version=7),
         ListenSettings(token=TOKEN),
         VllmServerSettings(
             ServerSettings("tiny", tiny.CONTEXT, tiny.VOCAB, PROFILES, request_timeout_s=60),
             tool_parser="hermes",
         ),
     )
-    base_url = loop.submit(worker.reserve()).result(30)
+    yield worker
+    loop.call(worker.shutdown(20), "the end", 60)
+
+
+@pytest.fixture(scope="module")
+def server(loop: LoopThread, worker: VllmWorker, model: tuple[Path, Any, Any]) -> Any:
+    _, tokenizer, reference = model
+    base_url = loop.call(worker.reserve(), "reserving", 30)
     headers = {"authorization": f"Bearer {TOKEN}"}
     before = httpx.get(f"{base_url}/models", headers=headers, trust_env=False)
-    try:
-        facts = loop.submit(worker.start()).result(280)
-        yield served.Served(
-            url=base_url.removesuffix("/v1"),
-            token=TOKEN,
-            model="tiny",
-            tokenizer=tokenizer,
-            max_context=facts.max_context,
-            vocab_size=facts.vocab_size,
-            turn_end=tokenizer.eos_token_id,
-            profiles=(1.0, 0.6),
-            weight_version=7,
-            score=partial(tiny.logprobs, reference),
-            before_ready=before,
-        )
-    finally:
-        loop.submit(worker.shutdown(20)).result(60)
+    facts = loop.call(worker.start(), "the start", 280)
+    return served.Served(
+        url=base_url.removesuffix("/v1"),
+        token=TOKEN,
+        model="tiny",
+        tokenizer=tokenizer,
+        max_context=facts.max_context,
+        vocab_size=facts.vocab_size,
+        turn_end=tokenizer.eos_token_id,
+        profiles=(1.0, 0.6),
+        weight_version=7,
+        score=partial(tiny.logprobs, reference),
+        before_ready=before,
+    )
 
 
 class TestVllm(cases.ServerContract):
     pass
+
+
+@pytest.mark.faults
+def test_a_killed_engine_is_said_at_once_and_its_successor_serves_nothing_old(
+    loop: LoopThread, worker: VllmWorker, server: Any
+) -> None:
+    """What is in flight, what comes after, and what comes once it has started again with old weights."""
+    long = [{"role": "user", "content": "x"}]
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(server.ask, long) for _ in range(4)]
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            facts = loop.call(worker.health(), "health", 30)
+            if facts["in_flight"]:
+                break
+        os.kill(facts["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        answers = [future.result(60) for future in asking]
+        assert time.monotonic() - began < 15
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused
+    for answer in (*refused, server.ask(long), server.client.get("/health")):
+        assert (answer.status_code, served.refusal(answer)["type"]) == (503, "EngineDeadError")
+
+    loop.call(worker.start(stale=True), "the second start", 280)
+    for answer in (server.ask(long), server.client.get("/health")):
+        assert (answer.status_code, served.refusal(answer)["type"]) == (503, "StaleWeightsError")
