@@ -70,9 +70,9 @@ def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory) -> Run:
-    """The default job, ten steps shorter than its recipe, with every checkpoint kept."""
+    """The default job, half as long as its recipe, with every checkpoint kept."""
     directory = tmp_path_factory.mktemp("default") / "run"
-    words = ["run", "-o", directory, "algorithm.steps=20", "checkpointing.every=5", "checkpointing.keep=9"]
+    words = ["run", "-o", directory, "algorithm.steps=15", "checkpointing.every=5", "checkpointing.keep=9"]
     return _run_grpo(*words, directory=directory)
 
 

@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 def test_it_learns_to_think(learned):
     summary = learned.summary
-    assert summary["steps"] == 20
+    assert summary["steps"] == 15
     assert summary["held_out_before"] <= 0.25
     assert summary["held_out_after"] >= 0.75
-    assert learned.metrics[20]["held_out/thinks"] > learned.metrics[0]["held_out/thinks"] + 0.5
+    assert learned.metrics[15]["held_out/thinks"] > learned.metrics[0]["held_out/thinks"] + 0.5
 
 
 def test_the_summary_holds_what_is_promised(learned):
@@ -36,19 +36,19 @@ def test_the_summary_holds_what_is_promised(learned):
         "logprob_gap_max",
     }
     metrics = learned.metrics
-    assert learned.summary["tokens"] == sum(metrics[step]["tokens"] for step in range(1, 21))
+    assert learned.summary["tokens"] == sum(metrics[step]["tokens"] for step in range(1, 16))
     assert learned.summary["held_out_before"] == metrics[0]["held_out/accuracy"]
-    assert learned.summary["held_out_after"] == metrics[20]["held_out/accuracy"]
+    assert learned.summary["held_out_after"] == metrics[15]["held_out/accuracy"]
     assert learned.summary["seconds"] >= learned.summary["seconds_generation"]
     assert learned.summary["seconds_refit"] == 0, "engine and policy share their weights"
     assert learned.summary["generation_tokens_per_second"] == pytest.approx(
-        learned.summary["tokens"] / sum(metrics[step]["engine_seconds"] for step in range(1, 21)), rel=1e-3
+        learned.summary["tokens"] / sum(metrics[step]["engine_seconds"] for step in range(1, 16)), rel=1e-3
     )
-    assert sorted(metrics) == list(range(21))
+    assert sorted(metrics) == list(range(16))
 
 
 def test_it_is_on_policy(learned):
-    for step in range(1, 21):
+    for step in range(1, 16):
         metrics = learned.metrics[step]
         assert abs(metrics["first_ratio_min"] - 1) <= 1e-4
         assert abs(metrics["first_ratio_max"] - 1) <= 1e-4
@@ -70,7 +70,7 @@ def test_it_says_little_and_nothing_for_its_libraries(learned):
 
 def test_the_rollouts_that_were_kept_are_whole(learned):
     rollouts = learned.rollouts
-    assert {rollout["step"] for rollout in rollouts} == set(range(1, 21))
+    assert {rollout["step"] for rollout in rollouts} == set(range(1, 16))
     for rollout in rollouts:
         sampled = sum(rollout["token_mask"])
         assert len(rollout["token_ids"]) == len(rollout["token_mask"]) == len(rollout["logprobs"])
@@ -78,7 +78,7 @@ def test_the_rollouts_that_were_kept_are_whole(learned):
     versions = {rollout["step"]: set(rollout["weight_versions"]) for rollout in rollouts}
     assert all(len(found) == 1 for found in versions.values())
     assert {step: min(found) - min(versions[1]) for step, found in versions.items()} == {
-        step: step - 1 for step in range(1, 21)
+        step: step - 1 for step in range(1, 16)
     }
 
 
@@ -103,7 +103,7 @@ def test_the_export_is_the_trained_model_and_transformers_agrees(learned, grpo, 
 
 
 def test_the_checkpoint_of_a_step_scores_its_rollouts_as_the_engine_did(learned):
-    """The rollouts of step 16 were sampled from checkpoint 15: policy and transformers both say so."""
+    """The rollouts of step 11 were sampled from checkpoint 10: policy and transformers both say so."""
     from transformers import AutoModelForCausalLM
 
     from rl_algorithms.loops.synchronous import POLICY_FOLDER
@@ -111,14 +111,14 @@ def test_the_checkpoint_of_a_step_scores_its_rollouts_as_the_engine_did(learned)
 
     policy = MegatronPolicy(learned.directory / "model")
     try:
-        policy.load(learned.directory / "checkpoints" / "step_15" / POLICY_FOLDER)
+        policy.load(learned.directory / "checkpoints" / "step_10" / POLICY_FOLDER)
         weights = {name: tensor.clone() for name, tensor in policy.stream_weights()}
     finally:
         policy.shutdown()
     model = AutoModelForCausalLM.from_pretrained(learned.directory / "model", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    for rollout in [rollout for rollout in learned.rollouts if rollout["step"] == 16]:
+    for rollout in [rollout for rollout in learned.rollouts if rollout["step"] == 11]:
         ids = torch.tensor([rollout["token_ids"]])
         with torch.no_grad():
             scores = model(ids).logits[0, :-1].log_softmax(-1)

@@ -152,10 +152,13 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama_run(grpo, llama, tmp_path_factory) -> Run:
-    """Every part of the algorithm that the shipped recipes leave off, at once."""
+def llama_run(grpo, llama, documented_rows, tmp_path_factory) -> Run:
+    """Every part of the algorithm that the shipped recipes leave off, at once, on problems from a file.
+
+    Some of them are the documentation's, which such a model never answers rightly.
+    """
     directory = tmp_path_factory.mktemp("parts") / "run"
-    rows = [
+    odd_numbers = [
         {
             "responses_create_params": {"input": [{"role": "user", "content": f"Is {number} odd?"}]},
             "agent_ref": {"name": "final_number"},
@@ -163,6 +166,7 @@ def llama_run(grpo, llama, tmp_path_factory) -> Run:
         }
         for number in range(60)
     ]
+    rows = [*map(json.loads, documented_rows.read_text().splitlines()), *odd_numbers]
     words = [
         *SMALL,
         "model.tiny=null",
@@ -226,7 +230,9 @@ def test_a_rollouts_advantage_is_its_reward_over_the_mean_of_the_others(llama_ru
             assert rollout["advantage"] == pytest.approx(rollout["reward"] - others, abs=1e-9)
 
 
-def test_a_resume_measures_kl_against_the_policy_that_the_run_started_from(llama_run, grpo, tmp_path):
+def test_a_resume_trains_the_same_rows_to_the_same_losses_and_kl_from_where_the_run_started(
+    llama_run, grpo, tmp_path
+):
     directory = tmp_path / "run"
     shutil.copytree(llama_run.directory, directory)
     # As if it had been killed after the first step.
@@ -236,14 +242,22 @@ def test_a_resume_measures_kl_against_the_policy_that_the_run_started_from(llama
     run = grpo("resume", directory, directory=directory)
     assert "resumed    after step 1" in run.process.stdout
     assert sorted(run.metrics) == [0, 1, 2, 3]
+    exact = ("loss", "kl", "entropy", "grad_norm", "reward_mean", "tokens", "ratio_max", "logprob_gap_max")
     for step in (2, 3):
-        for name in ("loss", "kl", "entropy", "grad_norm", "reward_mean", "tokens", "ratio_max"):
+        for name in exact:
             assert run.metrics[step][name] == llama_run.metrics[step][name], (step, name)
-    assert [r["token_ids"] for r in run.rollouts] == [r["token_ids"] for r in llama_run.rollouts]
+    then, now = (
+        [(r["step"], r["rollout_id"], r["token_ids"], r["reward"]) for r in source.rollouts]
+        for source in (llama_run, run)
+    )
+    assert then == now
+    for name in ("held_out_after", "tokens"):
+        assert run.summary[name] == llama_run.summary[name]
+    assert run.summary["seconds"] > llama_run.metrics[1]["seconds"]
 
 
-@pytest.fixture
-def documented_rows(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def documented_rows(tmp_path_factory) -> Path:
     """The documentation's row, asked about other countries too."""
     section = DOCUMENTATION.read_text().partition("## Your own problems")[2]
     line = re.search(r"```json\n(.+?)\n```", section)
@@ -266,19 +280,19 @@ def documented_rows(tmp_path) -> Path:
     rows = [line[1]]
     rows += [line[1].replace("France", land).replace("Paris", city) for land, city in capitals.items()]
     rows += [line[1].replace("France", land).replace("Paris", land) for land in names]
-    return _write_rows(tmp_path / "rows.jsonl", [json.loads(row) for row in rows])
+    return _write_rows(tmp_path_factory.mktemp("documented") / "rows.jsonl", list(map(json.loads, rows)))
 
 
-def test_problems_of_ones_own(grpo, documented_rows, tmp_path):
-    directory = tmp_path / "run"
-    words = [*SMALL, *_rows_from(documented_rows), "warm_start.steps=0", "generation.max_new_tokens=4"]
-    run = grpo("run", "-c", "cpu", "-o", directory, *words, directory=directory)
-    _check_rollouts(run)
-    assert run.summary["steps"] == 3
-    assert run.process.stderr == ""
-    asked = AutoTokenizer.from_pretrained(directory / "model").decode(run.rollouts[0]["token_ids"])
-    assert asked.startswith("<|im_start|>user\nWhat is the capital of ")
-    assert {rollout["agent"] for rollout in run.rollouts} == {"exact_answer"}
+def test_problems_of_ones_own(llama, llama_run):
+    """The documentation's rows are played, each in the environment that it names, beside those of another."""
+    assert llama_run.summary["steps"] == 3
+    assert llama_run.process.stderr == ""
+    assert {rollout["agent"] for rollout in llama_run.rollouts} == {"exact_answer", "final_number"}
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    asked = {"exact_answer": "What is the capital of ", "final_number": "Is "}
+    for rollout in llama_run.rollouts:
+        text = tokenizer.decode(rollout["token_ids"])
+        assert text.startswith(f"<|im_start|>user\n{asked[rollout['agent']]}"), text
 
 
 def test_the_documented_command_for_ones_own_problems_is_accepted(grpo, llama, documented_rows):

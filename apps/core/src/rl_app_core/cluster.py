@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -94,10 +95,27 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
     except Exception as error:
         raise ClusterError(f"no Ray cluster {where}: {error}") from error
     try:
-        yield
+        with _silent_deaths():
+            yield
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _silent_deaths() -> Generator[None]:
+    """Keep Ray from printing on standard output, whatever it was told, that a worker has died.
+
+    Whoever called the worker is told, and a fleet of replicas goes on. Ray has no public setting for it.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    name = "_worker_logs_enabled"
+    before = getattr(worker, name, True)
+    setattr(worker, name, False)
+    try:
+        yield
+    finally:
+        setattr(worker, name, before)
 
 
 def _check_loopback() -> None:

@@ -17,6 +17,7 @@ from .engine_plan import EnginePlan
 
 # Nobody waits longer for replicas of a run that has failed: they may be busy, and are ended.
 _AFTER_A_FAILURE_S = 5.0
+_REFIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -50,6 +51,8 @@ def build_fleet(plan: EnginePlan, config: RunConfig) -> Fleet:
         RayReplica(settings.name, actor_class, (settings, plan.listen, plan.server), ray)
         for settings in plan.settings
     ]
+    # If all have died, requests wait until the first is back: it has to start anew, and to be refitted.
+    patience_s = cluster.start_timeout_s + _REFIT_S
     # Processes of one machine share memory; elsewhere the bytes have to travel.
     transport = "shared_memory" if cluster.address is None else "object_store"
     return Fleet(
@@ -57,6 +60,7 @@ def build_fleet(plan: EnginePlan, config: RunConfig) -> Fleet:
         FleetSettings(
             request_timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
+            replica_wait_s=patience_s,
             transport=transport,
         ),
     )
