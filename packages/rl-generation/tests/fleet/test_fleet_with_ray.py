@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +66,15 @@ class EngineDouble:
         self._came: list[Any] = []
 
     async def reserve(self, port: int = 0) -> str | None:
+        if self._socket is not None:
+            return self._url()
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
+        return self._url()
+
+    def _url(self) -> str:
+        assert self._socket is not None
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
 
     async def start(self, *, stale: bool = False) -> ReplicaFacts:
@@ -130,6 +137,27 @@ class EngineDouble:
         self._sampled = -1
 
 
+def _start_ray(scratch: str, cpus: int) -> None:
+    import ray
+
+    for attempt in range(3):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=80 * 2**20,
+                log_to_driver=False,
+                _temp_dir=scratch,
+            )
+            return
+        except Exception:
+            # Ray gives a node 30 s to start, however busy the machine is.
+            ray.shutdown()
+            if attempt == 2:
+                raise
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A Ray of this machine with 4 CPUs and no GPU, for the tests of this file."""
@@ -143,14 +171,7 @@ def cluster() -> Iterator[None]:
 
         # The paths of its sockets must stay short.
         scratch = tempfile.mkdtemp(prefix="rl-")
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            log_to_driver=False,
-            _temp_dir=scratch,
-        )
+        _start_ray(scratch, cpus=4)
         yield
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -175,14 +196,8 @@ def running(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        return [int(child) for child in file.read().split()]
-
-
-async def _until_dead(one: RayReplica) -> None:
-    with contextlib.suppress(EngineDeadError):
-        while True:
-            await one.probe()
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in lists for child in file.read_text().split()]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -227,6 +242,7 @@ def test_calls_have_deadlines_and_failures_keep_their_class() -> None:
         try:
             with pytest.raises(EngineDeadError, match=r"generate: it has no process; start\(\) makes one"):
                 await one.generate(ask(1))
+            address = await one.reserve()
             facts = await one.start()
             assert facts.max_context == 64
             assert [c.token_ids for c in await one.generate(ask(5))] == [(5,)]
@@ -244,6 +260,7 @@ def test_calls_have_deadlines_and_failures_keep_their_class() -> None:
                 await one.generate(ask(92))
             again = await one.start(stale=True)
             assert again.pid != facts.pid
+            assert await one.reserve() == address
             with pytest.raises(StaleWeightsError):
                 await one.generate(ask(1))
         finally:
@@ -254,17 +271,13 @@ def test_calls_have_deadlines_and_failures_keep_their_class() -> None:
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_killing_leaves_nothing(stopped: bool) -> None:
-    """Also of a process that hears nothing, and of what it started."""
-
+def test_killing_leaves_nothing_of_a_process_that_hears_nothing() -> None:
     async def scene() -> None:
         one = replica("double-0", True, kill_timeout_s=4.0)
         pid = (await one.start()).pid
         below = children(pid)
         assert below
-        if stopped:
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         await one.kill()
         assert not running(pid)
         wait_for(lambda: not any(map(running, below)))
@@ -273,27 +286,11 @@ def test_killing_leaves_nothing(stopped: bool) -> None:
     asyncio.run(scene())
 
 
-def test_the_address_survives_a_death() -> None:
-    async def scene() -> None:
-        one = replica()
-        try:
-            first = await one.reserve()
-            pid = (await one.start()).pid
-            os.kill(pid, signal.SIGKILL)
-            await _until_dead(one)
-            await one.kill()
-            assert await one.reserve() == first
-        finally:
-            await one.kill()
-
-    asyncio.run(scene())
-
-
-def test_g3_f4_a_fleet_of_actors_outlives_the_death_of_one(source) -> None:
+def test_f4_a_fleet_of_actors_outlives_the_death_of_one(source) -> None:
     """Transparent while it happens, then stale, serving after the next refit; nothing is left at the end."""
-    names = [f"double-{i}" for i in range(4)]
+    names = [f"double-{i}" for i in range(3)]
     with Fleet([replica(name) for name in names], FAST) as fleet:
-        assert len(set(fleet.reserve())) == 4
+        assert len(set(fleet.reserve())) == 3
         fleet.start()
         assert fleet.update_from(source(), 1) == names
         pids = {name: facts["pid"] for name, facts in fleet.health()["replicas"].items()}
@@ -303,10 +300,10 @@ def test_g3_f4_a_fleet_of_actors_outlives_the_death_of_one(source) -> None:
         assert {a.weight_version for a in answers} == {1}
         assert fleet.metrics()["failed_calls"] <= 3
         wait_for(lambda: fleet.states["double-1"] == "stale")
-        assert fleet.metrics()["serving"] == 3
+        assert fleet.metrics()["serving"] == 2
         assert {a.weight_version for a in fleet.generate([ask(94)[0] for _ in range(40)])} == {1}
         assert fleet.update_from(source(), 2) == names
-        assert fleet.metrics()["serving"] == 4
+        assert fleet.metrics()["serving"] == 3
         assert {a.weight_version for a in fleet.generate([ask(7)[0] for _ in range(40)])} == {2}
         pids |= {f"{name} later": facts["pid"] for name, facts in fleet.health()["replicas"].items()}
         # A frozen process is found by probes, although Ray says that it lives.

@@ -23,7 +23,7 @@ class Starts:
         members: by name, in their order.
         modes: of the fleet.
         settings: deadlines.
-        version: of the fleet's weights, and how many refits there have been.
+        version: of the fleet's weights, now. It grows with every refit.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Starts:
         members: Mapping[str, Member],
         modes: Modes,
         settings: FleetSettings,
-        version: Callable[[], tuple[int, int]],
+        version: Callable[[], int],
     ) -> None:
         self._members = members
         self._modes = modes
@@ -86,14 +86,14 @@ class Starts:
             InfraError: the weights changed while it started, and it does not know that.
             Exception: it did not start.
         """
-        current = self._version()[1] == 0 and not self._modes.refitting
+        last = member.facts
+        current = last is not None and last.weight_version == self._version() and not self._modes.refitting
         await self._reserve(member)
         member.facts = await member.replica.start(stale=not current)
         async with self._modes.turn(self._settings.start_timeout_s):
-            version, refits = self._version()
             if not current:
                 member.report(ReplicaEvent.STARTED)
-            elif refits == 0 and member.facts.weight_version == version:
+            elif member.facts.weight_version == self._version():
                 member.report(ReplicaEvent.STARTED_CURRENT)
             else:
                 # Its server would answer with the old weights.
