@@ -46,6 +46,12 @@ def run(world, settings=SETTINGS, loss=None, **options):
     )
 
 
+def run_long(world, settings, **options):
+    """Many steps, each in one pass and not in micro-batches of four."""
+    world.policy.micro_batch = settings.prompts_per_step * settings.group_size
+    return run(world, settings, **options)
+
+
 def failure(rollout, kind=FailureKind.INFRA, error="the server went away"):
     return RolloutFailure(rollout.group_id, rollout.rollout_id, "adder", kind, error)
 
@@ -56,7 +62,7 @@ def without_timings(entries):
 
 def test_learns_and_reports(world):
     reports = []
-    result = run(world, LEARNING, on_step=reports.append)
+    result = run_long(world, LEARNING, on_step=reports.append)
     curve = [(entry.step, entry.metrics["accuracy"]) for entry in result.held_out]
     assert [step for step, _ in curve] == [0, 20, 40, 60]
     assert curve[0][1] == 0.0
@@ -142,8 +148,8 @@ def test_learning_rate_zero_changes_nothing(world):
 
 def test_shuffled_rewards_teach_nothing(new_world):
     honest, shuffled = new_world(), new_world()
-    run(honest, replace(LEARNING, steps=25))
-    run(shuffled, replace(LEARNING, steps=25, shuffle_rewards=True))
+    run_long(honest, replace(LEARNING, steps=25))
+    run_long(shuffled, replace(LEARNING, steps=25, shuffle_rewards=True))
     assert sum(honest.recorder.series("reward_mean")[-5:]) / 5 > 0.5
     assert sum(shuffled.recorder.series("reward_mean")[-5:]) / 5 < 0.2
 
