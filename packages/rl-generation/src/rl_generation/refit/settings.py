@@ -24,7 +24,7 @@ class TransportSettings:
         ValueError: a value outside its range, naming it.
     """
 
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = 16 << 20
     folder: str = ""
     receivers: int = 1
     host: str = "127.0.0.1"
