@@ -98,6 +98,7 @@ class Side:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
+            sys.stderr.write(line)
         raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
 
 
