@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ def pretended_connection(where, *, _temp_dir, **arguments):
     (logs / "raylet.err").write_text("the story")
     (logs / "empty.out").write_text("")
     pretended_connection.scratch = Path(_temp_dir)
+    pretended_connection.arguments = arguments
     yield
 
 
@@ -34,3 +37,19 @@ def test_without_a_failure_nothing_is_kept(tmp_path, monkeypatch):
         assert pretended_connection.scratch.exists()
     assert not (tmp_path / "logs").exists()
     assert not pretended_connection.scratch.exists()
+
+
+@pytest.mark.parametrize("actors", [1, 500])
+def test_f8_a_cluster_of_the_runs_own_has_room_for_all_its_actors(tmp_path, monkeypatch, actors):
+    """Ray would wait for ever for a core that this machine does not have."""
+    monkeypatch.setattr(cluster, "_connection", pretended_connection)
+    with cluster.ray_cluster(Cluster(), tmp_path / "logs", actors=actors):
+        assert pretended_connection.arguments["num_cpus"] == max(actors, os.cpu_count())
+
+
+def test_ray_is_silent_about_dead_workers_for_the_length_of_a_run():
+    worker = importlib.import_module("ray._private.worker")
+    assert worker._worker_logs_enabled is True
+    with cluster._silent_deaths():
+        assert worker._worker_logs_enabled is False
+    assert worker._worker_logs_enabled is True
