@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 DOUBLE = HERE.parents[2] / "packages" / "rl-gym-bridge" / "tests" / "doubles" / "gym_command.py"
 WITHIN_S = 5.0
 # How often each fault happens; a longer run sets the variable.
-N = int(os.environ.get("RL_GYM_FAULTS_N", "2"))
+N = int(os.environ.get("RL_FAULTS_N", "1"))
 # Most of a round is waiting for processes.
 AT_A_TIME = 3
 Test = Callable[..., None]

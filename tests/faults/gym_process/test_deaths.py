@@ -213,8 +213,8 @@ def test_signal_settings_of_the_trainer_do_not_reach_gym(trainer, mode) -> None:
     program = trainer(mode)
     said, _ = program.process.communicate(timeout=20)
     assert program.process.returncode == 0
-    # Gym's command reacted to SIGINT: nobody had to wait half of the 3 s and kill it.
-    assert float(said.split()[1]) < 1.4
+    # Gym's command reacted to SIGINT: nobody had to wait the 5 s that it has for that and kill it.
+    assert float(said.split()[1]) < 4.5
     # And the guardian, which waits for children, had nothing to complain of.
     (complaints,) = program.folder.glob("gym-*/guardian.log")
     assert complaints.read_text() == ""

@@ -21,6 +21,7 @@ MCQA = (
     "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
     "resources_servers/mcqa/configs/mcqa.yaml",
 )
+SHUT_DOWN = ("ignore SIGINT", "block signals", "ignore SIGCHLD")
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def main() -> None:
         base_urls=("http://127.0.0.1:9/v1",),
         gym_config=settings,
         work_dir=folder,
-        shutdown_timeout_s=3.0,
+        # Long enough that its first part is told from a busy machine's promptness.
+        shutdown_timeout_s=12.0 if mode in SHUT_DOWN else 3.0,
         start_timeout_s=240.0,
     )
     gym = GymProcess(config, interpreter=interpreter, search_folder=folder)
@@ -71,7 +73,7 @@ def main() -> None:
         os._exit(7)
     elif mode == "sys.exit":
         sys.exit(7)
-    elif mode in ("ignore SIGINT", "block signals", "ignore SIGCHLD"):
+    elif mode in SHUT_DOWN:
         began = time.monotonic()
         gym.shutdown()
         print("shutdown", time.monotonic() - began, flush=True)
