@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tools.distributions import distributions
 
+#: Loads import-linter once, and runs its command for each line (a root and what to search) in a fork.
+LINTER = """
+import json, os, sys, tempfile
+from importlinter.cli import lint_imports_command
+for line in sys.stdin:
+    root, search = json.loads(line)
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            os.chdir(root)
+            sys.path[:0] = search
+            lint_imports_command(["--no-cache"])
+            os._exit(70)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        print(json.dumps([code, said.read().decode()]), flush=True)
+"""
+Lint = Callable[[Path], tuple[int, set[str], str]]
 
-def lint(root: Path) -> tuple[int, set[str], str]:
-    """Check all contracts of `root`; return the exit code, the ids of the broken ones and the output."""
-    sources = [str(path) for path in root.glob("*/*/src")]
-    done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sources]), "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
+
+@pytest.fixture(scope="module")
+def lint() -> Iterator[Lint]:
+    """Check all contracts of a root; gives the exit code, the ids of the broken ones and the output."""
+    linter = subprocess.Popen(
+        [sys.executable, "-c", LINTER],
+        env={**os.environ, "COLUMNS": "200"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
-    output = done.stdout + done.stderr
-    broken_names = {match[1] for match in re.finditer(r"^(.*?) BROKEN", output, re.MULTILINE)}
-    return done.returncode, {c["id"] for c in contracts(root) if c["name"] in broken_names}, output
+    assert linter.stdin is not None
+    assert linter.stdout is not None
+
+    def check(root: Path) -> tuple[int, set[str], str]:
+        search = [str(path) for path in (root, *root.glob("*/*/src"))]
+        print(json.dumps([str(root), search]), file=linter.stdin, flush=True)
+        code, output = json.loads(linter.stdout.readline())
+        broken_names = {match[1] for match in re.finditer(r"^(.*?) BROKEN", output, re.MULTILINE)}
+        return code, {c["id"] for c in contracts(root) if c["name"] in broken_names}, output
+
+    yield check
+    linter.kill()
+    linter.communicate(timeout=30)
 
 
 def contracts(root: Path) -> list[dict]:
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-def test_all_contracts_hold(root: Path) -> None:
+def test_all_contracts_hold(lint: Lint, root: Path) -> None:
     code, broken, output = lint(root)
     assert (code, broken) == (0, set()), output
 
@@ -85,7 +115,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("contract", "module", "line"), PLANTED)
 def test_a_planted_import_breaks_its_contract(
-    plant: Callable[[str, str], Path], contract: str, module: str, line: str
+    lint: Lint, plant: Callable[[str, str], Path], contract: str, module: str, line: str
 ) -> None:
     code, broken, output = lint(plant(module, line))
     assert code != 0, output
@@ -102,13 +132,13 @@ def test_a_planted_import_breaks_its_contract(
     ],
 )
 def test_what_the_contracts_allow_stays_allowed(
-    plant: Callable[[str, str], Path], module: str, line: str
+    lint: Lint, plant: Callable[[str, str], Path], module: str, line: str
 ) -> None:
     code, broken, output = lint(plant(module, line))
     assert (code, broken) == (0, set()), output
 
 
-def test_one_application_cannot_import_another(plant: Callable[[str, str], Path]) -> None:
+def test_one_application_cannot_import_another(lint: Lint, plant: Callable[[str, str], Path]) -> None:
     copy = plant("rl_app_distillation.cli", "import rl_app_grpo")
     settings = copy / "pyproject.toml"
     text = settings.read_text()
