@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +57,5 @@ def labs(
         return running[kind]
 
     yield lab
-    for one in running.values():
-        one.engine.shutdown(20.0)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.engine.shutdown(20.0), running.values()))

@@ -170,6 +170,8 @@ def settings_for(folder: Path, name: str, **overrides: Any) -> Any:
         kv_cache_bytes=16 << 20,
         max_num_seqs=32,
         tokenizer=False,
+        # So that the short prompts of tests fill blocks of the prefix cache.
+        engine_arguments={"block_size": 32},
         start_timeout_s=240.0,
         request_timeout_s=60.0,
     )

@@ -16,6 +16,8 @@ from .launching import facts_of, prompt_of, require_unquantised
 from .processes import (
     DeathWatch,
     descendants,
+    heap_frozen,
+    importing,
     kill_all,
     killed_after,
     making_processes,
@@ -58,11 +60,12 @@ class AsyncDriver:
 
     async def launch(self) -> Launched:
         """Import vLLM and start its process. Blocks the loop, on which nothing else runs yet."""
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine import EngineCoreOutputs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with importing():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine import EngineCoreOutputs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from .metering import TokenMeter
+            from .metering import TokenMeter
 
         settings = self._settings
         arguments = engine_arguments(settings, cpu=self._cpu)
@@ -73,7 +76,7 @@ class AsyncDriver:
             self._drains = "weight_version" not in EngineCoreOutputs.__struct_fields__
         self._meter = TokenMeter()
         method = start_method(self._cpu, settings.cpu_threads, settings.start_method)
-        with making_processes(method), killed_after(settings.start_timeout_s):
+        with making_processes(method), heap_frozen(), killed_after(settings.start_timeout_s):
             self._engine = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[self._meter.logger], disable_log_stats=True
             )

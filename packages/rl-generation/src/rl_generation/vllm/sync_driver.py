@@ -13,7 +13,7 @@ from .arguments import engine_arguments, executor_name, sampling_arguments
 from .driver import Launched
 from .environment import variable_set
 from .launching import facts_of, require_unquantised
-from .processes import DeathWatch, kill_all, making_processes, wait_until_dead
+from .processes import DeathWatch, importing, kill_all, making_processes, wait_until_dead
 from .results import completion_of, prompt_scores
 from .settings import VllmSettings
 
@@ -162,7 +162,8 @@ class SyncDriver:
         kill_all(await asyncio.to_thread(wait_until_dead, others, 1.0))
 
     def _launch(self) -> Launched:
-        from vllm import LLM
+        with importing():
+            from vllm import LLM
 
         arguments = engine_arguments(self._settings, cpu=self._cpu)
         arguments["distributed_executor_backend"] = executor_name(self._settings)
