@@ -58,7 +58,7 @@ def cluster(tmp_path_factory):
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(model_dir):
     workers = []
 
@@ -72,8 +72,19 @@ def start(model_dir):
         worker.shutdown()
 
 
-def test_a_failure_in_the_worker_keeps_its_cause_and_the_worker_works_on(start):
-    worker = start()
+@pytest.fixture(scope="module")
+def worker(start):
+    """One that no test harms."""
+    return start()
+
+
+@pytest.fixture(scope="module")
+def other(start):
+    """Another one, which the last test that uses it kills."""
+    return start()
+
+
+def test_a_failure_in_the_worker_keeps_its_cause_and_the_worker_works_on(worker):
     with pytest.raises(WorkerError, match=r"train failed: .*the denominator of row 3 is 0") as caught:
         worker.train(BATCH, FailingLoss(), learning_rate=0.1)
     assert caught.value.__cause__ is not None
@@ -94,15 +105,6 @@ def test_a_worker_that_does_not_answer_is_an_error_with_the_remedy(start):
         worker.generate([REQUEST])
 
 
-def test_a_killed_worker_is_noticed_and_named(start):
-    worker = start()
-    os.kill(int(worker.description["pid"]), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(WorkerError, match="it died during generate"):
-        worker.generate([REQUEST])
-    assert time.monotonic() - began < 30
-
-
 def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error(tmp_path):
     settings = WorkerSettings(str(tmp_path / "nowhere"), PolicySettings(), OptimizerSettings(), threads=1)
     with pytest.raises(
@@ -111,17 +113,23 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error(tmp_path):
         RemoteWorker(settings, CLUSTER)
 
 
-def test_saved_and_loaded_weights_sample_the_same_tokens(start, tmp_path):
+def test_saved_and_loaded_weights_sample_the_same_tokens(worker, other, tmp_path):
     """Policy, optimizer and weight version come back, whoever else has used the worker since."""
-    worker = start()
     worker.train(BATCH, SFTLoss(), learning_rate=0.05)
     folder = tmp_path / "saved"
     folder.mkdir()
     worker.save(folder)
     saved = worker.generate([REQUEST])
     continued = worker.train(BATCH, SFTLoss(), learning_rate=0.05)
-    other = start()
     other.load(folder)
     assert other.generate([REQUEST]) == saved
     assert other.train(BATCH, SFTLoss(), learning_rate=0.05) == continued
     assert {file.suffix for file in Path(folder).iterdir()} <= {".json", ".safetensors"}
+
+
+def test_a_killed_worker_is_noticed_and_named(other):
+    os.kill(int(other.description["pid"]), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="it died during generate"):
+        other.generate([REQUEST])
+    assert time.monotonic() - began < 30
