@@ -15,9 +15,6 @@ from pydantic_core import ErrorDetails
 from .errors import ConfigError, closest_path
 from .sections import RunConfig
 
-# What earlier versions called a setting, where the names have too little in common to be guessed.
-_RENAMED = {"generation.backend": "generation.engine"}
-
 
 def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML recipe, apply the overrides in order and validate the whole.
@@ -123,7 +120,7 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
 def _explain(item: ErrorDetails) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        hint = _RENAMED.get(path) or closest_path(path, known_paths())
+        hint = closest_path(path, known_paths())
         remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
         return f"{path} is not a setting; {remedy}"
     given = item.get("input")
