@@ -161,38 +161,45 @@ def test_shutdown_leaves_no_process_and_is_idempotent(lab: Any) -> None:
 
 
 OWNER = """
-import importlib, os, sys, time
+import importlib, sys, time
 sys.path.insert(0, {root!r})
 tools = importlib.import_module("packages.rl-generation.tests.vllm.lab")
 from rl_generation.vllm import VllmEngine
 
 if __name__ == "__main__":
     engines = [
-        VllmEngine(tools.settings_for({folder!r}, "vllm-fork", start_method="fork")),
-        VllmEngine(tools.settings_for({folder!r}, "vllm-spawn", start_method="spawn")),
+        VllmEngine(tools.settings_for({folder!r}, f"vllm-{{method}}", start_method=method))
+        for method in sys.argv[2:]
     ]
     print(*[engine.start().pid for engine in engines], flush=True)
     engines[0].generate(tools.requests_of(2))
     if sys.argv[1] == "stay":
         time.sleep(120)
-    if sys.argv[1] == "raise":
-        raise SystemExit(3)
-    os._exit(4)
+    raise SystemExit(3)
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("stay", -signal.SIGKILL), ("raise", 3), ("leave", 4)])
-def test_no_engine_outlives_its_owner_outside_ray(lab: Any, tmp_path: Path, ending: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("ending", "methods", "code"),
+    [("stay", ["fork", "spawn"], -signal.SIGKILL), ("leave", ["fork"], 3)],
+    ids=["killed", "ends by itself"],
+)
+def test_no_engine_outlives_its_owner_outside_ray(
+    lab: Any, tmp_path: Path, ending: str, methods: list[str], code: int
+) -> None:
     root = str(Path(__file__).resolve().parents[4])
     script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(root=root, folder=lab.folder))
+    script.write_text(OWNER.format(root=root, folder=str(lab.folder)))
     with subprocess.Popen(
-        [sys.executable, str(script), ending], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), ending, *methods],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as owner:
         assert owner.stdout is not None
         line = owner.stdout.readline()
         pids = [int(word) for word in line.split()]
-        assert len(pids) == 2, owner.communicate()[1][-2000:]
+        assert len(pids) == len(methods), owner.communicate()[1][-2000:]
         family = descendants(pids)
         if ending == "stay":
             owner.kill()
