@@ -25,7 +25,7 @@ WORDS = [
     *("algorithm.group_size=4", f"warm_start.steps={WARM_START}", "warm_start.batch_size=8"),
     f"warm_start.phases=[{{until_step: {WARM_START}, share: 0.9}}]",
     *("data.held_out.size=8", "evaluation.every=2", "checkpointing.every=1", "checkpointing.keep=9"),
-    *("generation.server.enabled=true", "logging.rollouts_per_step=99"),
+    *("generation.server.enabled=true", "logging.rollouts_per_step=99", "cluster.start_timeout_s=400"),
 ]
 DEADLINE_S = 540
 

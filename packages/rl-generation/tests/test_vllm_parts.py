@@ -108,6 +108,8 @@ def test_the_arguments_of_the_engine_leave_nothing_to_the_model() -> None:
     assert "kv_cache_memory_bytes" not in on_gpu
     assert on_cpu["enforce_eager"]
     assert "enforce_eager" not in on_gpu
+    assert on_cpu["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in on_gpu
     assert executor_name(settings).endswith("OneProcess")
     assert executor_name(VllmSettings("m", tensor_parallel_size=2)).endswith("ManyProcesses")
 

@@ -106,6 +106,20 @@ def test_a_seed_decides_its_request_whatever_runs_beside_it(lab: Any) -> None:
     assert len({completion.token_ids for completion in unseeded}) == 4
 
 
+def test_seeded_prompts_of_more_tokens_than_a_step_takes_are_sampled_as_if_alone(lab: Any) -> None:
+    """vLLM takes 2,048 a step, splits the prompt that crosses that bound, and on a CPU died of its seed."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, VOCAB, (96, CONTEXT - 8), generator=generator).tolist()
+    requests = [
+        GenerationRequest(tuple(prompt), SamplingParams(4, seed=row)) for row, prompt in enumerate(prompts)
+    ]
+    assert 32 * (CONTEXT - 8) > 2048, "as many as it takes at once have to have more tokens than that"
+    completions = lab.engine.generate(requests)
+    assert lab.reference.worst(requests, completions) < EXACT
+    for row in (0, 23, 55, 95):
+        assert lab.engine.generate([requests[row]])[0].token_ids == completions[row].token_ids
+
+
 def test_replicas_of_a_job_do_not_sample_the_same(model_folder: Callable[[str], Path]) -> None:
     seeds = {
         settings_for(model_folder("tied"), "x", seed=3, replica=replica).engine_seed for replica in range(8)

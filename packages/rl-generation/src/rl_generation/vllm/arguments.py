@@ -47,6 +47,10 @@ def engine_arguments(settings: VllmSettings, *, cpu: bool) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = True
     if cpu if settings.eager is None else settings.eager:
         arguments["enforce_eager"] = True
+    if cpu:
+        # A prompt that a step takes only part of is sampled from all the same, and the draw taken back. vLLM
+        # cannot do that with a CPU's generator, which a seeded request has, and its engine dies of it.
+        arguments["enable_chunked_prefill"] = False
     return arguments | dict(settings.engine_arguments)
 
 
