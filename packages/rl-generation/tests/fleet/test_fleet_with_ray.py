@@ -41,6 +41,8 @@ CLUSTER = {
     "RAY_enable_metrics_collection": "0",
     "RAY_process_group_cleanup_enabled": "1",
     "RAY_prestart_worker_first_driver": "0",
+    # By default actors run at niceness 15 and starve beside whatever else a machine does.
+    "RAY_worker_niceness": "0",
     # Keeps the cluster of this machine on its loopback address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RL_ACTOR_ENVS_SYSTEM": "1",

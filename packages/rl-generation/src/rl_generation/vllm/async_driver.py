@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +51,7 @@ class AsyncDriver:
         self._meter: Any = None
         self._watch = DeathWatch()
         self._roots: tuple[int, ...] = ()
+        self._at_exit: Callable[[], None] = functools.partial(kill_all, ())
         self._numbers = itertools.count()
         self._cached_prompt_tokens = 0
         self._drains = settings.in_flight == "drain"
@@ -82,6 +85,9 @@ class AsyncDriver:
             )
         manager = self._engine.engine_core.resources.engine_manager
         self._roots = tuple(process.pid for process in manager.processes)
+        # Python waits for its children before vLLM's own finalizers would end them.
+        self._at_exit = functools.partial(kill_all, self._roots)
+        atexit.register(self._at_exit)
         workers = await self.call_workers("rl_pid")
         self._facts = facts_of(config, workers[0], tuple(dict.fromkeys([*self._roots, *workers])))
         return self._facts
@@ -206,6 +212,7 @@ class AsyncDriver:
         # Otherwise vLLM reports the end of its process as an error.
         if engine.output_handler is not None:
             engine.output_handler.cancel()
+        atexit.unregister(self._at_exit)
         left = descendants(self._roots)
         asked_s = _ASKED * timeout_s
         with contextlib.suppress(Exception):
