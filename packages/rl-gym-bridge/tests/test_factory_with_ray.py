@@ -53,6 +53,9 @@ SETTINGS = {
 }
 
 
+Spinup = Callable[..., NemoGymHandle]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Any]:
     """A Ray of this machine, for the tests of this file."""
@@ -87,7 +90,7 @@ def cluster() -> Iterator[Any]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other_gym() -> Iterator[Callable[..., str]]:
     """Starts Gyms to attach to; gives the head server's address."""
     made = []
@@ -121,8 +124,9 @@ def gym_python(tmp_path: Path) -> str:
     return str(folder / "python")
 
 
-@pytest.fixture
-def spinup() -> Iterator[Callable[..., NemoGymHandle]]:
+@contextlib.contextmanager
+def spinning_up() -> Iterator[Spinup]:
+    """Makes actors, which end with the block."""
     made: list[NemoGymHandle] = []
 
     def make(section: dict[str, Any] | None = None, **changes: Any) -> NemoGymHandle:
@@ -139,8 +143,24 @@ def spinup() -> Iterator[Callable[..., NemoGymHandle]]:
         )
         return made[-1]
 
-    yield make
-    shutdown_environments(made, 10.0)
+    try:
+        yield make
+    finally:
+        shutdown_environments(made, 10.0)
+
+
+@pytest.fixture
+def spinup() -> Iterator[Spinup]:
+    with spinning_up() as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def attached(other_gym: Callable[..., str]) -> Iterator[tuple[NemoGymHandle, str]]:
+    """An actor with a tokenizer that no test harms, and the head server of the Gym that it is attached to."""
+    head = other_gym()
+    with spinning_up() as make:
+        yield make(head_url=head, tokenizer=ByteTokenizer()), head
 
 
 def request(number: int = 0, agent: str = "the_agent", **wanted: Any) -> RolloutRequest:
@@ -185,11 +205,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - began
 
 
-def test_rollouts_through_a_real_actor_stream_as_they_finish(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
-) -> None:
+def test_rollouts_through_a_real_actor_stream_as_they_finish(attached: tuple[NemoGymHandle, str]) -> None:
     tokenizer = ByteTokenizer()
-    handle = spinup(head_url=other_gym(), tokenizer=tokenizer)
+    handle, _ = attached
     assert handle.health_check().agents == ("the_agent",)
     arrived: dict[str, float] = {}
 
@@ -220,7 +238,7 @@ def test_rollouts_through_a_real_actor_stream_as_they_finish(
     ("status", "kind"), [(429, FailureKind.INFRA), (500, FailureKind.INFRA), (400, FailureKind.DATA)]
 )
 def test_k10_an_error_crosses_the_actor_with_its_class_status_and_kind(
-    status: int, kind: FailureKind, spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
+    status: int, kind: FailureKind, spinup: Spinup, other_gym: Callable[..., str]
 ) -> None:
     with pytest.raises(GymHttpError) as caught:
         spinup(head_url=other_gym(str(status)))
@@ -301,7 +319,7 @@ def test_a_timeout_that_the_actor_raised_is_not_taken_for_a_stall(cluster: Any) 
 
 
 def test_the_actors_options_are_those_of_the_factory(
-    cluster: Any, spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
+    cluster: Any, spinup: Spinup, other_gym: Callable[..., str]
 ) -> None:
     """As Ray's own table of actors has them, with and without nodes of its own: no restart, no CPU."""
     head = other_gym()
@@ -328,9 +346,7 @@ def actor_table(ray: Any, handle: NemoGymHandle) -> Any:
     return gcs_pb2.ActorTableData.FromString(accessor.get_actor_info(handle.actor._actor_id))
 
 
-def test_token_capture_and_fast_tokens_reach_the_actor(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
-) -> None:
+def test_token_capture_and_fast_tokens_reach_the_actor(spinup: Spinup, other_gym: Callable[..., str]) -> None:
     handle = spinup(head_url=other_gym(), token_capture={"folder": "x"}, use_fastokens=True)
     assert handle.call("settings") == {"token_capture": {"folder": "x"}, "use_fastokens": True}
 
@@ -341,11 +357,8 @@ def running_at(head_url: str) -> int:
     return int(urllib.request.urlopen(f"{agent['url']}/running", timeout=5).read())
 
 
-def test_leaving_the_stream_early_ends_what_runs(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
-) -> None:
-    head = other_gym()
-    handle = spinup(head_url=head)
+def test_leaving_the_stream_early_ends_what_runs(attached: tuple[NemoGymHandle, str]) -> None:
+    handle, head = attached
 
     async def first() -> str:
         stream = handle.run_rollouts([request(0), *(request(n, hang_s=60) for n in range(1, 5))])
@@ -361,21 +374,17 @@ def test_leaving_the_stream_early_ends_what_runs(
     assert isinstance(run(handle, request())[0].outcome, Trajectory)
 
 
-def test_giving_a_stream_up_that_stalls_ends_what_runs(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str]
-) -> None:
-    head = other_gym()
-    handle = spinup(head_url=head)
+def test_giving_a_stream_up_that_stalls_ends_what_runs(attached: tuple[NemoGymHandle, str]) -> None:
+    handle, head = attached
     with pytest.raises(GymTimeout, match=r"run_rollouts gave no result for 1 s"):
         run(NemoGymHandle(handle.actor, stall_timeout_s=1.0), request(hang_s=60))
     wait_until(lambda: running_at(head) == 0, 5.0)
 
 
 def test_what_cannot_be_fetched_is_no_stall_and_ends_what_runs(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    attached: tuple[NemoGymHandle, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = other_gym()
-    handle = spinup(head_url=head)
+    handle, head = attached
 
     async def never(reference: Any) -> None:
         await asyncio.Event().wait()
@@ -388,13 +397,9 @@ def test_what_cannot_be_fetched_is_no_stall_and_ends_what_runs(
 
 
 def test_an_error_of_the_drivers_own_ends_what_runs(
-    cluster: Any,
-    spinup: Callable[..., NemoGymHandle],
-    other_gym: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Any, attached: tuple[NemoGymHandle, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = other_gym()
-    handle = spinup(head_url=head)
+    handle, head = attached
 
     async def fails(reference: Any) -> None:
         raise cluster.exceptions.RaySystemError("a result cannot be unpickled")
@@ -406,7 +411,7 @@ def test_an_error_of_the_drivers_own_ends_what_runs(
 
 
 def test_i6_a_killed_actor_is_a_typed_error_within_a_second_and_takes_its_gym_along(
-    spinup: Callable[..., NemoGymHandle], gym_python: str, tmp_path: Path
+    spinup: Spinup, gym_python: str, tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
     handle = spinup({"python": gym_python, "work_dir": str(work)})
@@ -443,9 +448,7 @@ def test_i6_a_killed_actor_is_a_typed_error_within_a_second_and_takes_its_gym_al
     handle.shutdown()
 
 
-def test_a_dead_server_of_gym_is_named_at_the_driver(
-    spinup: Callable[..., NemoGymHandle], gym_python: str, tmp_path: Path
-) -> None:
+def test_a_dead_server_of_gym_is_named_at_the_driver(spinup: Spinup, gym_python: str, tmp_path: Path) -> None:
     handle = spinup({"python": gym_python, "work_dir": str(tmp_path / "work")})
     victim = next(
         pid
@@ -470,7 +473,7 @@ def _raises(call: Callable[[], Any]) -> bool:
 
 
 def test_a_gym_that_does_not_start_leaves_neither_actor_nor_process(
-    spinup: Callable[..., NemoGymHandle], gym_python: str, tmp_path: Path
+    spinup: Spinup, gym_python: str, tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
     section = {"python": gym_python, "work_dir": str(work)}
@@ -483,7 +486,7 @@ def test_a_gym_that_does_not_start_leaves_neither_actor_nor_process(
 
 
 def test_a_tokenizer_without_decode_ends_the_gym_that_was_started(
-    spinup: Callable[..., NemoGymHandle], gym_python: str, tmp_path: Path
+    spinup: Spinup, gym_python: str, tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
     with pytest.raises(GymConfigError, match="int has no decode"):
@@ -492,7 +495,7 @@ def test_a_tokenizer_without_decode_ends_the_gym_that_was_started(
 
 
 def test_a_tokenizer_of_a_package_that_the_actor_lacks_is_told_with_the_remedy(
-    spinup: Callable[..., NemoGymHandle], other_gym: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    spinup: Spinup, other_gym: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_here = types.ModuleType("only_in_the_driver")
     exec("class Tokenizer:\n    def decode(self, ids): return ''", only_here.__dict__)
@@ -501,9 +504,7 @@ def test_a_tokenizer_of_a_package_that_the_actor_lacks_is_told_with_the_remedy(
         spinup(head_url=other_gym(), tokenizer=only_here.Tokenizer())
 
 
-def test_environments_end_together_and_leave_nothing(
-    spinup: Callable[..., NemoGymHandle], gym_python: str, tmp_path: Path
-) -> None:
+def test_environments_end_together_and_leave_nothing(spinup: Spinup, gym_python: str, tmp_path: Path) -> None:
     handles = [spinup({"python": gym_python, "work_dir": str(tmp_path / f"work{n}")}) for n in range(2)]
     assert all(gym_processes(tmp_path / f"work{n}") for n in range(2))
     began = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason, Tr
 CASES = {case.name: case for case in gym_cases()}
 ANSWER = ScriptedTurn(content="\\boxed{E}")
 DEADLINE_S = 4.0
-ENDLESS_SCRIPT = "without end"
 Rows = dict[str, dict[str, Any]]
 
 
@@ -27,15 +26,13 @@ def impatient(gym: GymRun) -> Iterator[GymSession]:
     with GymSession(gym.config(rollout_timeout_s=DEADLINE_S), head_url=gym.session.head_url) as session:
         yield session
     # Gym goes on with a rollout that nobody waits for: its model has to let it end.
-    gym.server.script(ENDLESS_SCRIPT, (ANSWER,))
+    for script in ENDLESS:
+        gym.server.script(script, (ANSWER,))
 
 
-def run(
-    gym: GymRun, rows: Rows, name: str, *turns: ScriptedTurn, session: GymSession | None = None
-) -> RolloutResult:
-    script = ENDLESS_SCRIPT if session else name
-    gym.server.script(script, turns)
-    (result,) = gym.run(gym.requests_for(rows[name], script=script, agent=CASES[name].agent), session=session)
+def run(gym: GymRun, rows: Rows, name: str, *turns: ScriptedTurn) -> RolloutResult:
+    gym.server.script(name, turns)
+    (result,) = gym.run(gym.requests_for(rows[name], script=name, agent=CASES[name].agent))
     return result
 
 
@@ -157,28 +154,38 @@ ENDLESS = {
     "cut connections": ScriptedTurn(drop_connection=True),
     "thoughts without an answer": ScriptedTurn(reasoning_content="Hm."),
     "an answer that does not come": ScriptedTurn(content="late", delay_s=DEADLINE_S + 2),
+    "a server that is not there": ANSWER,
 }
 
 
-@pytest.mark.parametrize("fault", ENDLESS)
-def test_our_deadline_ends_what_gym_repeats_for_ever(
-    gym: GymRun, rows: Rows, impatient: GymSession, fault: str
-) -> None:
+def timed_out(gym: GymRun, rows: Rows, session: GymSession, faults: Sequence[str]) -> None:
+    """Every one of these ends in our deadline, and at the same time."""
+    case = CASES["mcqa/accepted"]
+    requests = []
+    for fault in faults:
+        gym.server.script(fault, (ENDLESS[fault],))
+        requests += gym.requests_for(rows[case.name], script=fault, agent=case.agent)
     began = time.monotonic()
-    failure = failure_of(run(gym, rows, "mcqa/accepted", ENDLESS[fault], session=impatient))
+    results = gym.run(requests, session=session)
     assert DEADLINE_S <= time.monotonic() - began < DEADLINE_S + 3
-    assert failure.kind is FailureKind.INFRA
-    assert failure.error.startswith("GymTimeout: ")
-    assert gym.server.calls or fault == "an answer that does not come"
+    assert len(results) == len(faults)
+    for failure in map(failure_of, results):
+        assert failure.kind is FailureKind.INFRA
+        assert failure.error.startswith("GymTimeout: ")
+
+
+def test_our_deadline_ends_what_gym_repeats_for_ever(gym: GymRun, rows: Rows, impatient: GymSession) -> None:
+    faults = [fault for fault in ENDLESS if fault != "a server that is not there"]
+    timed_out(gym, rows, impatient, faults)
+    for fault in faults:
+        assert gym.server.calls_of(CallKind.POLICY, fault) or fault == "an answer that does not come"
 
 
 def test_a_dead_model_server_is_a_failure_and_its_return_is_enough(
     gym: GymRun, rows: Rows, impatient: GymSession
 ) -> None:
     gym.server.stop()
-    failure = failure_of(run(gym, rows, "mcqa/accepted", ANSWER, session=impatient))
-    assert failure.kind is FailureKind.INFRA
-    assert failure.error.startswith("GymTimeout: ")
+    timed_out(gym, rows, impatient, ["a server that is not there"])
     gym.server.start()
     result = run(gym, rows, "mcqa/accepted", ANSWER)
     assert isinstance(result.outcome, Trajectory), result.outcome
