@@ -1,4 +1,8 @@
-"""What needs vLLM runs in the environment that has it, one file at a time."""
+"""What needs vLLM runs in the environment that has it, one file at a time.
+
+Always: sampling, refits, and that the engine is on policy. What kills engines, serves HTTP and trains a job
+takes minutes more and runs with RL_VLLM_TESTS=all.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ SUITES = [
     *sorted(ROOT.glob("packages/rl-generation/tests/vllm/**/test_*.py")),
     *sorted(ROOT.glob("tests/e2e/test_vllm_*.py")),
 ]
+#: files that every run of the suite takes
+ALWAYS = {"test_engine.py", "test_refit.py", "test_vllm_on_policy.py"}
+TAKES_ALL = os.environ.get("RL_VLLM_TESTS") == "all"
 #: for one file; a single test has pytest's own limit
 DEADLINE_S = 900
 LAST_LINES = 80
@@ -52,6 +59,7 @@ def tail(output: str) -> str:
 
 
 def test_there_is_something_to_run() -> None:
+    assert {file.name for file in SUITES} >= ALWAYS
     assert [file.parent.name for file in SUITES].count("vllm") >= 3
     assert [file.parent.name for file in SUITES].count("e2e") >= 2
 
@@ -62,7 +70,14 @@ def test_there_is_something_to_run() -> None:
         pytest.param(
             file,
             id=file.relative_to(ROOT).as_posix(),
-            marks=[pytest.mark.faults] if "fault" in file.stem else [],
+            marks=[
+                *([pytest.mark.faults] if "fault" in file.stem else []),
+                *(
+                    []
+                    if TAKES_ALL or file.name in ALWAYS
+                    else [pytest.mark.skip(reason="takes minutes; RL_VLLM_TESTS=all runs it")]
+                ),
+            ],
         )
         for file in SUITES
     ],
