@@ -171,7 +171,7 @@ if __name__ == "__main__":
         VllmEngine(tools.settings_for({folder!r}, f"vllm-{{method}}", start_method=method))
         for method in sys.argv[2:]
     ]
-    print(*[engine.start().pid for engine in engines], flush=True)
+    print("pids", *[engine.start().pid for engine in engines], flush=True)
     engines[0].generate(tools.requests_of(2))
     if sys.argv[1] == "stay":
         time.sleep(120)
@@ -190,16 +190,18 @@ def test_no_engine_outlives_its_owner_outside_ray(
     root = str(Path(__file__).resolve().parents[4])
     script = tmp_path / "owner.py"
     script.write_text(OWNER.format(root=root, folder=str(lab.folder)))
-    with subprocess.Popen(
-        [sys.executable, str(script), ending, *methods],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as owner:
+    log = tmp_path / "stderr"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, str(script), ending, *methods], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as owner,
+    ):
         assert owner.stdout is not None
-        line = owner.stdout.readline()
-        pids = [int(word) for word in line.split()]
-        assert len(pids) == len(methods), owner.communicate()[1][-2000:]
+        # vLLM writes there, too.
+        line = next((line for line in owner.stdout if line.startswith("pids ")), "")
+        pids = [int(word) for word in line.split()[1:]]
+        assert len(pids) == len(methods), log.read_text()[-2000:]
         family = descendants(pids)
         if ending == "stay":
             owner.kill()
