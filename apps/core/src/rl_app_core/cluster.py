@@ -26,6 +26,8 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_metrics_collection": "0",
+    # By default actors, which do all the work of a run, give way to everything else on the machine.
+    "RAY_worker_niceness": "0",
     # Workers started in advance have the driver's environment; ours bring their own.
     "RAY_prestart_worker_first_driver": "0",
 }
