@@ -60,6 +60,10 @@ def test_summary_holds_exactly_its_fields(tmp_path):
         "seconds_training",
         "peak_memory_mb",
         "seed",
+        "generation_tokens_per_second",
+        "seconds_refit",
+        "logprob_gap_mean",
+        "logprob_gap_max",
     }
 
 
