@@ -6,6 +6,8 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -47,6 +49,15 @@ def _core_attention_class() -> type:
             return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     return PlainAttention
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_of_one_machine() -> None:
+    """Ray reads this once, when it is imported; whoever starts a cluster here later relies on it."""
+    if find_spec("ray") is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            import_module("ray")
 
 
 @pytest.fixture(scope="module")
