@@ -47,7 +47,9 @@ def test_f8_a_cluster_of_the_runs_own_has_room_for_all_its_actors(tmp_path, monk
         assert pretended_connection.arguments["num_cpus"] == max(actors, os.cpu_count())
 
 
-def test_ray_is_silent_about_dead_workers_for_the_length_of_a_run():
+def test_ray_is_silent_about_dead_workers_for_the_length_of_a_run(monkeypatch):
+    # Whoever imports Ray first decides for this process who can reach its clusters.
+    monkeypatch.setenv(*cluster._ONE_MACHINE)
     worker = importlib.import_module("ray._private.worker")
     assert worker._worker_logs_enabled is True
     with cluster._silent_deaths():
