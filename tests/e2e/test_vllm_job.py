@@ -25,30 +25,31 @@ WORDS = [
     *("algorithm.group_size=4", f"warm_start.steps={WARM_START}", "warm_start.batch_size=8"),
     f"warm_start.phases=[{{until_step: {WARM_START}, share: 0.9}}]",
     *("data.held_out.size=8", "evaluation.every=2", "checkpointing.every=1", "checkpointing.keep=9"),
+    # So few steps earn no reward; an entropy term changes the weights all the same.
+    "algorithm.entropy_coefficient=0.01",
     *("generation.server.enabled=true", "logging.rollouts_per_step=99", "cluster.start_timeout_s=400"),
 ]
 DEADLINE_S = 540
 
 
-def family(process: psutil.Process, name: str) -> list[psutil.Process]:
-    """Actors of that class below a driver, by the title that Ray gives them."""
-    found = []
+def everything_below(process: psutil.Process) -> Iterator[psutil.Process]:
     with contextlib.suppress(psutil.Error):
-        for member in process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if re.match(rf"ray::{name}\b", " ".join(member.cmdline())):
-                    found.append(member)
-    return found
+        yield from process.children(recursive=True)
+
+
+def actors(driver: psutil.Process, name: str) -> list[psutil.Process]:
+    """Those of a class, by the title that Ray gives them; an engine's own process has inherited it."""
+    found: dict[int, psutil.Process] = {}
+    for member in everything_below(driver):
+        with contextlib.suppress(psutil.Error):
+            if re.match(rf"ray::{name}\b", " ".join(member.cmdline())):
+                found[member.pid] = member
+    return [member for member in found.values() if member.ppid() not in found]
 
 
 def logged(directory: Path, step: int) -> bool:
     file = directory / "metrics.jsonl"
     return file.exists() and f'"step": {step},' in file.read_text()
-
-
-def everything_below(process: psutil.Process) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        yield from process.children(recursive=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def survived(make_run, tmp_path_factory):
         while process.poll() is None and time.monotonic() < deadline:
             seen |= set(everything_below(driver))
             if not killed and logged(directory, 2):
-                for replica in family(driver, "VllmCpuWorker"):
+                for replica in actors(driver, "VllmCpuWorker"):
                     replica.send_signal(signal.SIGKILL)
                     killed.append(replica.pid)
             time.sleep(0.2)
