@@ -11,24 +11,15 @@ from typing import Any
 
 import pytest
 
-#: Files and folders whose tests stay together, longest first, so that no process begins a long one when the
-#: others are done; other files are groups of their own
+#: Files and folders whose tests share something expensive, longest first; other files are groups of their own
 TOGETHER = (
-    "tests/image",
     "tests/vllm_environment",
     "tests/e2e/test_variants.py",
+    "tests/image",
     "tests/e2e",
-    "tests/faults/gym_process",
     "tests/acceptance/gym",
     "tests/faults/test_driver_signals.py",
-    "packages/rl-generation/tests/fleet/test_fleet_with_ray.py",
-    "packages/rl-gym-bridge/tests/test_factory_with_ray.py",
-    "tests/architecture/test_import_time.py",
-    "tests/faults/test_worker_faults.py",
-    "apps/grpo/tests/test_cli.py",
-    "packages/rl-actor-envs/tests/test_builder.py",
-    "packages/rl-actor-envs/tests/test_planted_faults.py",
-    "tests/architecture/test_lock.py",
+    "tests/faults/gym_process",
 )
 
 
