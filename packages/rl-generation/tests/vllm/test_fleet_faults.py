@@ -80,6 +80,7 @@ class Scene:
         self.fleet = fleet
         self.reference = reference
         self.family: set[int] = set()
+        self.killed = ("", 0.0)
 
     def refit(self, between: Callable[[], None] | None = None) -> list[str]:
         version = self.fleet.weight_version + 1
@@ -90,6 +91,7 @@ class Scene:
         """SIGKILL the engine's own process, or the actor that it belongs to."""
         engine = self.fleet.health()["replicas"][name]["engine"]
         self.family |= {*descendants([engine["actor_pid"]]), engine["actor_pid"], engine["pid"]}
+        self.killed = (f"{which} {engine[which]} of {name}", time.monotonic())
         os.kill(engine[which], signal.SIGKILL)
 
     def check(self, requests: list[GenerationRequest], answers: list[Completion]) -> None:
@@ -122,6 +124,8 @@ class Scene:
         self.ask()
         assert member.tokens > before
         assert self.fleet.metrics()["serving"] == 2
+        who, when = self.killed
+        print(f"\nkilled {who}: all as it was {time.monotonic() - when:.1f} s later", flush=True)
 
 
 def _start_ray(scratch: str, cpus: int) -> None:
