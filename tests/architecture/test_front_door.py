@@ -248,3 +248,14 @@ def test_a_moved_checkout_is_installed_anew(tmp_path: Path, name: str) -> None:
         (second / ".hatch" / stamp.name).write_text(stamp.read_text())
     bootstrap.drop_stale_environment(second, second / ".hatch", name)
     assert not (second / name).exists()
+
+
+def test_hatchs_environments_differ_in_where_they_are_installed_from_alone(root: Path) -> None:
+    # Hatch does not merge this table with the template's: what is not repeated is not set.
+    environments = tomllib.loads((root / "hatch.toml").read_text())["envs"]
+    of_their_own = {"UV_CONSTRAINT", "UV_OVERRIDE"}
+    default, vllm = (
+        {name: value for name, value in environments[which]["env-vars"].items() if name not in of_their_own}
+        for which in ("default", "vllm")
+    )
+    assert default == vllm

@@ -5,7 +5,7 @@
 Prints JSON. All sample at temperature 1, make the same number of tokens and never stop early. Each engine is
 a process of its own; they take turns, so that a busy machine slows all alike, and a ratio is the median over
 the turns. CPU seconds are those of all threads and processes of an engine. vLLM runs under the interpreter of
-its own environment, and is left out where there is none.
+its own environment, and is left out where there is none. All have huge pages, as the actors of a job do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_app_core.memory import huge_page_variables
 from tools.bench.generation_models import MODELS, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,12 @@ class Side:
         self._process = subprocess.Popen(
             [python, "-m", "tools.bench.generation_side", *arguments],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                **huge_page_variables(),
+                "OMP_NUM_THREADS": str(threads),
+                "HF_HUB_OFFLINE": "1",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

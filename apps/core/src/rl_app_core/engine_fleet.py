@@ -14,6 +14,7 @@ from rl_generation.fleet.settings import FleetSettings
 
 from .config import RunConfig
 from .engine_plan import EnginePlan
+from .memory import huge_page_variables
 
 # Nobody waits longer for replicas of a run that has failed: they may be busy, and are ended.
 _AFTER_A_FAILURE_S = 5.0
@@ -43,6 +44,7 @@ def build_fleet(plan: EnginePlan, config: RunConfig) -> Fleet:
     actor_class = _named(plan.actor)
     ray = RaySettings(
         num_gpus=plan.num_gpus,
+        env_vars=huge_page_variables(),
         schedule_timeout_s=cluster.start_timeout_s,
         start_timeout_s=cluster.start_timeout_s,
         generate_timeout_s=cluster.call_timeout_s,

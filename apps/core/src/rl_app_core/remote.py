@@ -17,6 +17,7 @@ from rl_generation.refit.contract import Bucket, TransportName
 from rl_policy_megatron import OptimizerSettings
 
 from .config.sections import Cluster
+from .memory import huge_page_variables
 from .workers import ColocatedWorker, PolicyWorker, WorkerSettings
 
 
@@ -48,7 +49,7 @@ class RemotePolicy:
         import ray
 
         self._cluster = cluster
-        runtime_env = make_actor_runtime_env(ColocatedWorker)
+        runtime_env = make_actor_runtime_env(ColocatedWorker, env_vars=huge_page_variables())
         actor: Any = ray.remote(self.worker_class).options(
             num_cpus=1,
             num_gpus=num_gpus,
