@@ -81,8 +81,10 @@ def test_every_setting_reaches_tensorrt_llm():
         "generation.trtllm.tensor_parallel_size=2",
         "generation.trtllm.engine_arguments={a: 1}",
         "policy.precision=bfloat16",
+        "seed=9",
     )
     (settings,) = found.settings
+    assert (settings.seed, settings.replica) == (9, 0)
     assert found.actor == "rl_generation.trtllm.worker.TrtllmWorker"
     assert {name: getattr(settings, name) for name in words} == words
     assert (settings.tensor_parallel, settings.llm_arguments, settings.dtype) == (2, {"a": 1}, "bfloat16")

@@ -132,6 +132,8 @@ def _trtllm_plan(config: RunConfig, model_dir: str) -> EnginePlan:
             max_batch=wanted.max_batch,
             tensor_parallel=wanted.tensor_parallel_size,
             dtype=wanted.dtype or config.policy.precision,
+            seed=config.seed,
+            replica=replica,
             gpu_memory_fraction=wanted.gpu_memory_fraction,
             prefix_cache=wanted.prefix_cache,
             llm_arguments=wanted.engine_arguments,
