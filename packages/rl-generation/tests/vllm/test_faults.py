@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -158,6 +159,22 @@ def test_shutdown_leaves_no_process_and_is_idempotent(lab: Any) -> None:
     engine.shutdown(1.0)
     with pytest.raises(GenerationError, match=r"shutdown\(\)"):
         engine.generate(requests_of(1))
+
+
+def test_shutdown_does_not_wait_for_a_thread_of_vllm_that_cleans_up(lab: Any) -> None:
+    engine = VllmEngine(settings_for(lab.folder, "vllm-races", control_timeout_s=5.0))
+    engine.start()
+
+    async def as_if_vllm_had_seen_it_die(core: Any) -> tuple[Any, ...]:
+        # Its thread takes the clean-up and asks the loop to close the sockets, which that request holds.
+        client = core._driver.engine.engine_core
+        client._finalizer.detach()
+        return client.resources.input_socket, client.resources.output_socket
+
+    sockets = asyncio.run(engine.on_engine_loop(as_if_vllm_had_seen_it_die))
+    engine.shutdown(10.0)
+    gc.collect()
+    assert all(socket.closed for socket in sockets)
 
 
 OWNER = """

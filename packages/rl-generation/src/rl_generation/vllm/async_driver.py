@@ -32,6 +32,15 @@ from .settings import VllmSettings
 _ASKED = 0.75
 """Of the time to end: how long processes may take to end by themselves."""
 
+_SOCKETS = (
+    "output_socket",
+    "input_socket",
+    "first_req_send_socket",
+    "first_req_rcv_socket",
+    "stats_update_socket",
+)
+"""Of vLLM's ``BackgroundResources``; some exist with several data-parallel engines only."""
+
 
 class AsyncDriver:
     """See :class:`~rl_generation.vllm.driver.Driver`.
@@ -219,6 +228,7 @@ class AsyncDriver:
             await in_thread(
                 lambda: engine.shutdown(timeout=asked_s), "vllm-shutdown", asked_s + timeout_s / 10
             )
+        _close_sockets(engine.engine_core.resources)
         kill_all(wait_until_dead(left, 0.0))
         await asyncio.to_thread(wait_until_dead, left, timeout_s / 10)
 
@@ -227,6 +237,18 @@ class AsyncDriver:
         outputs = self._engine.generate(prompt_of(token_ids), sampling, request)
         # Only the final one comes.
         return [output async for output in outputs][-1]
+
+
+def _close_sockets(resources: Any) -> None:
+    """What vLLM's client would do on this loop, to which the sockets belong, before it is let go.
+
+    A thread of vLLM's that sees the process die takes this upon itself and asks the loop for it. If the
+    client is let go before that, zmq's context blocks the loop until its sockets are closed: for ever.
+    """
+    for name in _SOCKETS:
+        socket = getattr(resources, name, None)
+        if socket is not None:
+            socket.close(linger=0)
 
 
 async def _gather(work: list[Any]) -> list[Any]:
