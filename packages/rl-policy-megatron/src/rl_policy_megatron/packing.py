@@ -1,0 +1,108 @@
+"""Which rows go through the model together: the plan of micro-batches for every data-parallel rank.
+
+The plan depends on the lengths and the settings only, so every rank computes the same one by itself.
+Losses are shares of the global loss and gradients are added, so a plan decides about memory and
+speed, and about results no further than rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from .settings import PolicySettings
+
+Rows = list[int]
+_Item = TypeVar("_Item")
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | torch.Tensor, settings: PolicySettings, ranks: int
+) -> list[list[Rows]]:
+    """Row numbers by data-parallel rank and micro-batch.
+
+    Every row occurs exactly once, and every rank gets the same number of micro-batches, because the
+    ranks meet in collectives; where rows are too few, micro-batches are empty. The costliest come
+    first, so that memory peaks at once, and those that ranks run at the same time cost about the same.
+
+    With ``micro_batch_tokens`` no micro-batch of several rows exceeds it, counted as
+    ``rows × longest`` or, with ``packing``, as the sum of the lengths. A row that is longer
+    has a micro-batch to itself. Without it, a micro-batch has up to ``micro_batch_size`` rows.
+
+    Args:
+        lengths: real tokens per row, ≥ 0.
+        settings: of the policy.
+        ranks: data-parallel ranks, ≥ 1.
+
+    Returns:
+        ``plan[rank][micro_batch]`` → row numbers; no micro-batches at all when there are no rows.
+    """
+    sizes = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    # sorted is stable: rows of equal length keep their order.
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    if settings.micro_batch_tokens is None:
+        return _dealt_by_rows(order, settings.micro_batch_size, ranks)
+    if settings.packing:
+        groups = _first_fit(order, sizes, settings.micro_batch_tokens)
+    else:
+        groups = _filled_rectangles(order, sizes, settings.micro_batch_tokens)
+
+    def cost(rows: Rows) -> int:
+        tokens = [sizes[row] for row in rows]
+        return sum(tokens) if settings.packing else max(tokens, default=0) * len(tokens)
+
+    # Ranks wait for each other, so work is halved before any of them runs an empty micro-batch.
+    while len(groups) % ranks:
+        widest = max(groups, key=lambda rows: (len(rows) > 1, cost(rows)))
+        groups.remove(widest)
+        groups += [widest[::2], widest[1::2]]
+    groups.sort(key=cost, reverse=True)
+    return _dealt(groups, ranks)
+
+
+def _dealt_by_rows(order: Rows, micro_batch_size: int, ranks: int) -> list[list[Rows]]:
+    own = _dealt(order, ranks)
+    rounds = range(0, max(map(len, own)), micro_batch_size)
+    return [[rows[start : start + micro_batch_size] for start in rounds] for rows in own]
+
+
+def _dealt(items: Sequence[_Item], ranks: int) -> list[list[_Item]]:
+    """Items like cards to ranks, every other time in reverse: sorted ones add up to about the same."""
+    hands: list[list[_Item]] = [[] for _ in range(ranks)]
+    for start in range(0, len(items), ranks):
+        turn = items[start : start + ranks]
+        for hand, item in zip(hands if start // ranks % 2 == 0 else reversed(hands), turn, strict=False):
+            hand.append(item)
+    return hands
+
+
+def _filled_rectangles(order: Rows, sizes: Sequence[int], limit: int) -> list[Rows]:
+    """Consecutive rows, longest first, as many as ``rows × longest`` allows."""
+    groups: list[Rows] = []
+    start = 0
+    while start < len(order):
+        count = max(limit // max(sizes[order[start]], 1), 1)
+        groups.append(order[start : start + count])
+        start += count
+    return groups
+
+
+def _first_fit(order: Rows, sizes: Sequence[int], limit: int) -> list[Rows]:
+    """First-fit decreasing: each row goes to the first group that has room for it.
+
+    At most 11/9 of the fewest possible groups, plus 6/9 (Dósa 2007).
+    """
+    groups: list[Rows] = []
+    room: list[int] = []
+    for row in order:
+        for index, left in enumerate(room):
+            if sizes[row] <= left:
+                groups[index].append(row)
+                room[index] -= sizes[row]
+                break
+        else:
+            groups.append([row])
+            room.append(limit - sizes[row])
+    return groups
