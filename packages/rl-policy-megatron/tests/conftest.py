@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,3 +174,24 @@ def weights_hash() -> Callable[[Any], str]:
         return digest.hexdigest()
 
     return compute
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Any]]:
+    """``ranks_of(world)`` → gloo ranks (see ranks.py), started once per module and size."""
+    place = Path(__file__).with_name("ranks.py")
+    spec = importlib.util.spec_from_file_location("rl_policy_megatron_test_ranks", place)
+    assert spec is not None
+    assert spec.loader is not None
+    launcher = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(launcher)
+    made: dict[int, Any] = {}
+
+    def make(world: int) -> Any:
+        if world not in made:
+            made[world] = launcher.Ranks(world)
+        return made[world]
+
+    yield make
+    for ranks in made.values():
+        ranks.close()

@@ -18,6 +18,7 @@ from .errors import (
     RuntimeStateError,
     UnsupportedModelError,
 )
+from .layout import ParallelLayout
 from .settings import OptimizerSettings, PolicySettings
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "ModelDirectoryError",
     "NonFiniteGradientError",
     "OptimizerSettings",
+    "ParallelLayout",
     "PolicyError",
     "PolicySettings",
     "RuntimeStateError",
