@@ -25,7 +25,7 @@ from rl_generation.refit.contract import Bucket, TensorPlace, manifest_digest
 from rl_generation.refit.manifest import spec_of_tensors
 from rl_generation.vllm import VllmSettings
 from rl_generation.vllm.core import EngineCore
-from rl_generation.vllm.driver import Launched
+from rl_generation.vllm.driver import Launched, Version
 
 STATE = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(3)}
 SPEC = spec_of_tensors(STATE.items())
@@ -65,9 +65,9 @@ class Driver:
     def when_dead(self, callback: Callable[[str], None]) -> None:
         self.die = callback
 
-    async def sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    async def sample(self, requests: Sequence[GenerationRequest], version: Version) -> list[Completion]:
         await self._do("sample")
-        return [Completion((1,), (-1.0,), "length", version) for _ in requests]
+        return [Completion((1,), (-1.0,), "length", version()) for _ in requests]
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         await self._do("score")

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..failures import GenerationError
 from ..fleet.threads import in_thread
 from ..protocol import Completion, GenerationRequest
 from .arguments import engine_arguments, executor_name, sampling_arguments
-from .driver import Launched
+from .driver import Launched, Version
 from .launching import facts_of, prompt_of, require_unquantised
 from .processes import (
     DeathWatch,
@@ -63,7 +64,7 @@ class AsyncDriver:
         self._at_exit: Callable[[], None] = functools.partial(kill_all, ())
         self._numbers = itertools.count()
         self._cached_prompt_tokens = 0
-        self._drains = settings.in_flight == "drain"
+        self._drains = True
 
     @property
     def engine(self) -> Any:
@@ -84,8 +85,8 @@ class AsyncDriver:
         arguments["distributed_executor_backend"] = executor_name(settings)
         config = AsyncEngineArgs(**arguments).create_engine_config()
         require_unquantised(config, settings.name)
-        if settings.in_flight is None:
-            self._drains = "weight_version" not in EngineCoreOutputs.__struct_fields__
+        notes_versions = "weight_version" in EngineCoreOutputs.__struct_fields__
+        self._drains = must_drain(settings, notes_versions=notes_versions)
         self._meter = TokenMeter()
         method = start_method(self._cpu, settings.cpu_threads, settings.start_method)
         with making_processes(method), heap_frozen(), killed_after(settings.start_timeout_s):
@@ -108,7 +109,7 @@ class AsyncDriver:
             self._facts.processes, lambda pid: callback(f"the engine's process {pid} has ended unexpectedly")
         )
 
-    async def sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    async def sample(self, requests: Sequence[GenerationRequest], version: Version) -> list[Completion]:
         """All at once; one failure ends them all."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -127,14 +128,17 @@ class AsyncDriver:
             )
             for request in requests
         ]
-        outputs = await _gather(
-            [
-                self._run(request.prompt_token_ids, sampling)
-                for request, sampling in zip(requests, wanted, strict=True)
-            ]
+
+        async def complete(request: GenerationRequest, sampling: Any) -> Completion:
+            output = await self._run(request.prompt_token_ids, sampling)
+            # Here and not once all are done: others of them may yet wait behind a refit.
+            completion = completion_of(output, version(), name)
+            self._cached_prompt_tokens += output.num_cached_tokens or 0
+            return completion
+
+        return await _gather(
+            [complete(request, sampling) for request, sampling in zip(requests, wanted, strict=True)]
         )
-        self._cached_prompt_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
-        return [completion_of(output, version, name) for output in outputs]
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """As prompt log-probabilities, for which vLLM reads no cache."""
@@ -237,6 +241,24 @@ class AsyncDriver:
         outputs = self._engine.generate(prompt_of(token_ids), sampling, request)
         # Only the final one comes.
         return [output async for output in outputs][-1]
+
+
+def must_drain(settings: VllmSettings, *, notes_versions: bool) -> bool:
+    """Whether requests in flight have to end before weights change.
+
+    Args:
+        settings: of the engine.
+        notes_versions: whether this vLLM says of each token which weights sampled it.
+
+    Raises:
+        GenerationError: they shall go on, and nobody could tell who sampled which token.
+    """
+    if settings.in_flight == "continue" and not notes_versions:
+        raise GenerationError(
+            f"{settings.name}: in_flight='continue' needs a vLLM that notes with each token which weights "
+            "sampled it, and this one does not; leave in_flight out, or install a newer vLLM"
+        )
+    return settings.in_flight == "drain" or not notes_versions
 
 
 def _close_sockets(resources: Any) -> None:

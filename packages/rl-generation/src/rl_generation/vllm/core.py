@@ -55,7 +55,7 @@ class EngineCore(EngineState):
             )
             # A model that vLLM loads but cannot compute is found out here and not by the first request.
             await self._within(
-                self._driver.sample([_FIRST], self.weight_version),
+                self._driver.sample([_FIRST], self._version_now),
                 "sampling a first token",
                 self._settings.start_timeout_s,
             )
@@ -81,7 +81,7 @@ class EngineCore(EngineState):
         if not requests:
             return []
         completions = await guarded(
-            self._driver.sample(requests, self.weight_version),
+            self._driver.sample(requests, self._version_now),
             (self._dead, self._stale),
             component=self._name,
             what=f"sampling {len(requests)} requests",
@@ -122,7 +122,7 @@ class EngineCore(EngineState):
         if held:
             work: Coroutine[Any, Any, Any] = self._driver.call_workers("rl_pid")
         else:
-            work = self._driver.sample([_FIRST], self.weight_version)
+            work = self._driver.sample([_FIRST], self._version_now)
         await self._within(work, "a probe", self._settings.probe_timeout_s)
 
     def require_fit(self, spec: RefitSpec) -> None:
@@ -254,6 +254,9 @@ class EngineCore(EngineState):
         self._dead.report(EngineDeadError, f"{self._name}: used after shutdown(); build a new engine")
         self._tell()
         await self._driver.close(timeout_s)
+
+    def _version_now(self) -> int:
+        return self.weight_version
 
     async def _fall_stale(self, reason: str) -> None:
         """A refit failed half way: nothing goes on with a mixture of weights."""

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from ..protocol import Completion, GenerationRequest
 
+Version = Callable[[], int]
+"""Says which weights are loaded at the time of the call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -47,12 +50,13 @@ class Driver(Protocol):
         """Have ``callback`` called on the loop as soon as a process has ended, with words on it."""
         ...
 
-    async def sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    async def sample(self, requests: Sequence[GenerationRequest], version: Version) -> list[Completion]:
         """Completions in the order of the requests; cancelling ends them inside the engine.
 
         Args:
             requests: what to sample.
-            version: of the weights, if the engine does not note it with each token.
+            version: of the weights now, for an engine that does not note it with each token. Asked as soon as
+                a request has its tokens: it may have waited behind a refit before.
         """
         ...
 

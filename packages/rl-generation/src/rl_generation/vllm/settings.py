@@ -83,7 +83,8 @@ class VllmSettings:
         start_method: how the engine's process is made; ``None`` forks where that is safe, which saves the
             import of vLLM in it.
         in_flight: what a refit does to requests in flight: they wait and go on with the new weights, or it
-            waits until they are done. ``None`` is the former where vLLM records who sampled each token.
+            waits until they are done. The former, for which ``None`` stands then, needs a vLLM that records
+            who sampled each token.
         trust_remote_code: run code that came with the model.
         engine_arguments: passed on to vLLM's ``EngineArgs``.
         start_timeout_s: to load the model.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..protocol import Completion, GenerationRequest
 from .arguments import engine_arguments, executor_name, sampling_arguments
-from .driver import Launched
+from .driver import Launched, Version
 from .environment import variable_set
 from .launching import facts_of, require_unquantised
 from .processes import DeathWatch, importing, kill_all, making_processes, wait_until_dead
@@ -60,7 +60,7 @@ class SyncDriver:
         others = [pid for pid in self._facts.processes if pid != os.getpid()]
         self._watch.watch(others, lambda pid: callback(f"the worker's process {pid} has ended unexpectedly"))
 
-    async def sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    async def sample(self, requests: Sequence[GenerationRequest], version: Version) -> list[Completion]:
         """As one batch, after those before it."""
         assert self._facts is not None
         arguments = [
@@ -74,7 +74,8 @@ class SyncDriver:
         ]
         prompts = [request.prompt_token_ids for request in requests]
         outputs = await self._in_turn(lambda: self._generate(prompts, arguments), len(requests))
-        completions = [completion_of(output, version, self._settings.name) for output in outputs]
+        now = version()
+        completions = [completion_of(output, now, self._settings.name) for output in outputs]
         self._sampled += sum(len(completion.token_ids) for completion in completions)
         self._cached += sum(output.num_cached_tokens or 0 for output in outputs)
         return completions
