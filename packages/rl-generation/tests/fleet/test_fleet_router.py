@@ -182,6 +182,54 @@ def test_a_replica_that_answers_probes_and_no_request_is_ended(run, scripted, ma
     run(scene())
 
 
+@pytest.mark.parametrize("apart_s", [0.0, 0.5])
+def test_calls_that_were_in_flight_together_are_one_incident(
+    run, scripted, make_requests, apart_s: float
+) -> None:
+    """A node that is away for a moment, with more calls in flight than the budget has failures."""
+
+    async def scene() -> None:
+        async with scripted(2) as fleet:
+            victim, failing = fleet.replicas[0], iter(range(7))
+            original = victim.generate
+
+            async def lost(requests):
+                if (number := next(failing, None)) is None:
+                    return await original(requests)
+                await asyncio.sleep(1 + number * apart_s)
+                raise InfraError("r0: its node does not answer")
+
+            victim.generate = lost
+            calls = [fleet.core.generate(make_requests(1, first)) for first in range(14)]
+            answers = await asyncio.gather(*calls)
+            assert [answer.token_ids for (answer,) in answers] == [(first,) for first in range(14)]
+            assert fleet.states == ["healthy"] * 2
+            assert (victim.calls.get("kill", 0), fleet.core.metrics()["failed_calls"]) == (0, 7)
+            assert victim.calls["probe"] >= 1
+
+    run(scene())
+
+
+def test_work_that_is_too_much_for_the_callers_deadline_is_no_replicas_fault(
+    run, scripted, make_requests
+) -> None:
+    settings = FleetSettings(request_timeout_s=5.0, infra_budget=0, probe_interval_s=3600)
+
+    async def scene() -> None:
+        async with scripted(2, settings) as fleet:
+            for replica in fleet.replicas:
+                replica.latency_s = 6.0
+            calls = [fleet.core.generate(make_requests(1, first)) for first in range(14)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {DeadlineError}
+            assert fleet.states == ["healthy"] * 2
+            # But whoever hangs is found.
+            fleet.replicas[0].hung = True
+            await fleet.until(lambda: fleet.replicas[0].calls.get("probe", 0) > 0)
+
+    run(scene())
+
+
 def test_requests_wait_for_a_replica_and_not_for_ever(run, scripted, make_requests) -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()

@@ -150,6 +150,17 @@ def test_failures_are_counted_until_an_answer_a_start_or_a_refit(clock: Clock) -
     assert made.failures == 0
 
 
+def test_what_fails_before_a_probe_has_decided_is_one_incident(clock: Clock) -> None:
+    made = brought_to(S.HEALTHY, clock)
+    for _ in range(9):
+        made.fire(E.FAILED)
+    assert (made.failures, made.incidents) == (1, 1)
+    made.fire(E.RECOVERED)
+    made.answered()
+    made.fire(E.FAILED)
+    assert (made.failures, made.incidents) == (1, 2)
+
+
 def test_listeners_hear_changes_only(clock: Clock) -> None:
     made = brought_to(S.SUSPECT, clock)
     heard: list[tuple[ReplicaState, ReplicaState]] = []

@@ -21,6 +21,9 @@ from .router import Endpoint, Router
 from .settings import FleetSettings
 from .states import ReplicaEvent, ReplicaState
 
+# The loop's timer may wake a little early.
+_EARLY_S = 0.01
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -168,7 +171,7 @@ class Dispatcher:
             lease.release()
             await self._serve(job, part, failures)
             return
-        life, version = member.life, self._version()
+        life, incidents, version = member.life, member.machine.incidents, self._version()
         requests = [job.requests[index] for index in part]
         left = job.deadline - asyncio.get_running_loop().time()
         try:
@@ -181,7 +184,7 @@ class Dispatcher:
             self._traffic.failed_calls += 1
             job.first_cause = job.first_cause or error
             if member.life == life:
-                self._blame(member, error)
+                self._blame(job, member, error, incidents)
             await self._send_again(job, part, failures + 1, error)
             return
         lease.release()
@@ -222,15 +225,28 @@ class Dispatcher:
                     f"{version} already; it serves again after a refit"
                 )
 
-    def _blame(self, member: Member, error: InfraError) -> None:
+    def _blame(self, job: _Job, member: Member, error: InfraError, incidents: int) -> None:
+        """Take note of a failed call.
+
+        Args:
+            job: to which the call belonged.
+            member: the replica.
+            error: how the call failed.
+            incidents: the replica's when the call was sent.
+        """
         if isinstance(error, EngineDeadError):
             member.report(ReplicaEvent.DIED, error)
-        elif isinstance(error, StaleWeightsError):
+            return
+        if isinstance(error, StaleWeightsError):
             member.report(ReplicaEvent.OUTDATED, error)
-        elif member.report(ReplicaEvent.FAILED, error):
+            return
+        # Too much work for the time that the caller gave says nothing of the replica; and calls that were in
+        # flight together fail together, of one cause.
+        late = asyncio.get_running_loop().time() >= job.deadline - _EARLY_S
+        if not late and member.machine.incidents == incidents and member.report(ReplicaEvent.FAILED, error):
             if member.machine.failures > self._settings.infra_budget:
                 member.report(ReplicaEvent.DIED, error)
-            self._poke()
+        self._poke()
 
     def _late(self, job: _Job) -> DeadlineError:
         unanswered = sum(answer is None for answer in job.answers)

@@ -58,7 +58,8 @@ class FleetSettings:
     Attributes:
         request_timeout_s: from asking for completions to having all of them, whatever happens in between.
         infra_budget: how often a request may be sent again after a failure that was not its own, and how
-            many such failures in a row make a replica dead although it answers probes.
+            many incidents in a row a replica may have although it answers probes; one more and it is dead.
+            Calls that fail before the next probe, or were sent before the last, are one incident.
         replica_wait_s: the longest that a request, or a refit, waits for a replica that can take it.
         start_timeout_s: for one start of one replica.
         probe_interval_s: between rounds of probes.

@@ -115,6 +115,7 @@ class ReplicaMachine:
         self._healthy_s = 0.0
         self._restarts = 0
         self._failures = 0
+        self._incidents = 0
         self._restart_at: float | None = None
 
     @property
@@ -129,8 +130,13 @@ class ReplicaMachine:
 
     @property
     def failures(self) -> int:
-        """Failed calls and probes since the last answer to a request, the last start or the last refit."""
+        """Incidents since the last answer to a request, the last start or the last refit."""
         return self._failures
+
+    @property
+    def incidents(self) -> int:
+        """How often a failure made it suspect. What fails before a probe has decided belongs to the same one."""
+        return self._incidents
 
     @property
     def restarts(self) -> int:
@@ -167,8 +173,9 @@ class ReplicaMachine:
             raise TransitionError(f"replica {self.name}: {objection}")
         old, new = self._state, TRANSITIONS[self._state][event]
         now = self._clock()
-        if event is ReplicaEvent.FAILED:
+        if event is ReplicaEvent.FAILED and new is not old:
             self._failures += 1
+            self._incidents += 1
         elif event in (ReplicaEvent.STARTED, ReplicaEvent.STARTED_CURRENT, ReplicaEvent.REFITTED):
             self._failures = 0
         elif event is ReplicaEvent.RESTART:
