@@ -201,6 +201,30 @@ def test_a_failure_inside_keeps_its_type() -> None:
     assert (response.status_code, response.json()["error"]["type"]) == (503, "EngineDeadError")
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf")])
+def test_an_answer_that_is_no_json_is_a_typed_error_too(odd: float) -> None:
+    async def answer(body: Any, exchange: Exchange) -> tuple[int, Any]:
+        exchange.completion = Completion((3,), (odd,), "stop", 9)
+        return 200, {"choices": [{"message": {"content": "x"}}]}
+
+    response, _ = ask(answer)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["kind"]) == (500, "InternalError", "data")
+
+
+def test_half_a_character_is_refused_as_any_other_unknown_field() -> None:
+    app = StandIn(saying({"content": "x"}))
+    contract = VllmContract(app, client_double(), ServerSettings("tiny", 64, 100), calls_tools=False)
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(contract)
+        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+            return await client.post("/v1/chat/completions", content=b'{"messages": [], "\\ud800": 1}')
+
+    error = asyncio.run(run()).json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (400, "InvalidRequestError", "\ud800")
+
+
 def test_no_answer_in_time_ends_the_request_inside_vllm() -> None:
     async def hang(body: Any, exchange: Exchange) -> tuple[int, Any]:
         await asyncio.Event().wait()

@@ -36,7 +36,6 @@ from rl_generation.vllm.environment import environment_for, is_cpu_build
 from rl_generation.vllm.faults import causes, converted
 from rl_generation.vllm.processes import start_method
 from rl_generation.vllm.relay import LocalRelay
-from rl_generation.vllm.results import completion_of, prompt_scores
 from rl_generation.vllm.seeds import mixed, request_seed
 from rl_generation.vllm.trouble import Trouble, guarded
 
@@ -133,45 +132,6 @@ def test_f1_a_prompt_beyond_the_context_is_said_with_both_numbers() -> None:
     with pytest.raises(ContextOverflowError, match=r"698 tokens.*512") as caught:
         arguments_for(GenerationRequest((1,) * 698, SamplingParams(4)))
     assert "-" not in str(caught.value).removeprefix("vllm-0")
-
-
-def answer_of(**fields: Any) -> Any:
-    answer = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="length")
-    vars(answer).update(fields)
-    return SimpleNamespace(outputs=[answer])
-
-
-def flat(tokens: list[int], logprobs: list[float]) -> Any:
-    return SimpleNamespace(token_ids=tokens, logprobs=logprobs)
-
-
-def test_each_token_is_of_the_version_that_was_noted_with_it() -> None:
-    spans = [SimpleNamespace(version="4", start=0, end=2), SimpleNamespace(version="6", start=2, end=3)]
-    output = answer_of(
-        token_ids=[5, 6, 7], logprobs=flat([5, 6, 7], [-1.0, -2.0, -3.0]), weight_versions=spans
-    )
-    completion = completion_of(output, 9, "vllm-0")
-    assert (completion.weight_versions, completion.weight_version) == ((4, 4, 6), 6)
-    assert completion.logprobs == (-1.0, -2.0, -3.0)
-    output.outputs[0].weight_versions = spans[:1]
-    output.outputs[0].token_ids = output.outputs[0].token_ids[:2]
-    output.outputs[0].logprobs = flat([5, 6], [-1.0, -2.0])
-    assert completion_of(output, 9, "vllm-0").token_versions == ()
-    del output.outputs[0].weight_versions
-    assert completion_of(output, 9, "vllm-0").weight_versions == (9, 9)
-    aborted = completion_of(answer_of(finish_reason="abort", weight_versions=[]), 9, "vllm-0")
-    assert (aborted.stop_reason, aborted.weight_version) == ("aborted", 9)
-
-
-def test_answers_that_do_not_add_up_are_no_completions() -> None:
-    for wrong in (None, flat([5, 7], [-1.0, -1.0]), flat([5], [-1.0])):
-        with pytest.raises(GenerationError, match="not theirs"):
-            completion_of(answer_of(token_ids=[5, 6], logprobs=wrong), 0, "vllm-0")
-    with pytest.raises(InfraError, match="'error'"):
-        completion_of(answer_of(finish_reason="error"), 0, "vllm-0")
-    for missing in (None, [None, {9: SimpleNamespace(logprob=-1.0)}]):
-        with pytest.raises(GenerationError, match="1 prompt tokens"):
-            prompt_scores(SimpleNamespace(prompt_logprobs=missing), (1, 2), "vllm-0")
 
 
 def test_vllms_exceptions_are_typed_by_name_and_survive_pickling() -> None:

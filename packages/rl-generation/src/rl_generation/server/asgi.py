@@ -57,12 +57,18 @@ def to_json(document: Any) -> bytes:
     Raises:
         ValueError: a number that JSON has not.
     """
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A half of a surrogate pair, which a client can send escaped, is no UTF-8; so it is escaped again.
+    return text.encode(errors="backslashreplace")
 
 
 async def send_json(send: Send, status: int, document: Any, headers: Mapping[str, str] | None = None) -> None:
-    """Answer with a JSON document."""
-    body = to_json(document)
+    """Answer with a JSON document; raises what :func:`to_json` does."""
+    await send_body(send, status, to_json(document), headers)
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    """Answer with what :func:`to_json` made."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})

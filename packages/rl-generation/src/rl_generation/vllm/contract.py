@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..server.asgi import (
     Send,
     first_of,
     read_body,
+    send_body,
     send_json,
     to_json,
 )
@@ -34,6 +36,8 @@ from ..server.settings import ServerSettings
 from ..server.splice import TOKEN_FIELDS, carried_tokens
 from .exchange import CURRENT, Exchange
 from .seeds import request_seed
+
+_LOG = logging.getLogger(__name__)
 
 _HANG_UP_S = 2.0
 
@@ -59,14 +63,16 @@ class VllmContract:
         if scope["type"] != "http":
             return
         try:
-            document = await self._answer(scope, receive)
+            body = to_json(await self._answer(scope, receive))
         except ClientGoneError:
             return
         except Exception as error:
             refusal = refusal_of(error)
+            if refusal.status == 500:
+                _LOG.exception("server: a request failed")
             await send_json(send, refusal.status, refusal.document, refusal.headers)
         else:
-            await send_json(send, 200, document)
+            await send_body(send, 200, body)
 
     async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         where = (scope["method"], scope["path"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..failures import GenerationError, InfraError
@@ -20,7 +21,7 @@ def completion_of(output: Any, version: int, component: str) -> Completion:
 
     Raises:
         InfraError: vLLM failed within the request.
-        GenerationError: tokens and log-probabilities do not match.
+        GenerationError: tokens and log-probabilities do not match, or one is no number.
     """
     answer = output.outputs[0]
     reason = _REASONS.get(answer.finish_reason)
@@ -43,7 +44,7 @@ def sampled_logprobs(flat: Any, token_ids: tuple[int, ...], component: str) -> t
     """One natural-log probability per token out of vLLM's flat ones.
 
     Raises:
-        GenerationError: they are of other tokens, or not one each.
+        GenerationError: they are of other tokens, not one each, or not finite.
     """
     if not token_ids:
         return ()
@@ -53,7 +54,20 @@ def sampled_logprobs(flat: Any, token_ids: tuple[int, ...], component: str) -> t
             f"{component}: {len(token_ids)} tokens came with log-probabilities that are not theirs ({got}); "
             "this version of vLLM is not supported"
         )
-    return tuple(flat.logprobs)
+    logprobs = tuple(float(value) for value in flat.logprobs)
+    if len(logprobs) != len(token_ids):
+        raise GenerationError(
+            f"{component}: {len(token_ids)} tokens came with {len(logprobs)} log-probabilities; this "
+            "version of vLLM is not supported"
+        )
+    for place, (token, value) in enumerate(zip(token_ids, logprobs, strict=True)):
+        # A sampled token cannot have probability zero.
+        if not math.isfinite(value):
+            raise GenerationError(
+                f"{component}: token {token} at place {place} of an answer came with the log-probability "
+                f"{value}; expected a finite number; does the model overflow its dtype?"
+            )
+    return logprobs
 
 
 def token_versions(answer: Any, count: int, version: int) -> tuple[int, ...]:
@@ -75,14 +89,21 @@ def prompt_scores(output: Any, token_ids: tuple[int, ...], component: str) -> tu
     """Log-probability of each prompt token but the first, given those before it, at temperature 1.
 
     Raises:
-        GenerationError: they do not belong to the prompt.
+        GenerationError: they do not belong to the prompt, or one is no number.
     """
     scores: list[float] = []
     for token, candidates in zip(token_ids[1:], list(output.prompt_logprobs or ())[1:], strict=False):
         found = candidates.get(token) if candidates is not None else None
         if found is None:
             break
-        scores.append(float(found.logprob))
+        score = float(found.logprob)
+        # A token of a prompt may have probability zero.
+        if math.isnan(score):
+            raise GenerationError(
+                f"{component}: token {token} at place {len(scores) + 1} of a prompt came with the "
+                f"log-probability {score}; expected a number; does the model overflow its dtype?"
+            )
+        scores.append(score)
     if len(scores) != len(token_ids) - 1:
         raise GenerationError(
             f"{component}: {len(scores)} of {len(token_ids) - 1} prompt tokens came with a log-probability; "
