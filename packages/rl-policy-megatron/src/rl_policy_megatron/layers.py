@@ -13,6 +13,7 @@ from .hf_config import ModelShape
 from .mcore import (
     MegatronModule,
     ModuleSpec,
+    PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -44,9 +45,12 @@ class SDPACoreAttention(MegatronModule):
         *,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """``query [Sq, B, heads, D]``, ``key`` and ``value [Sk, B, kv_heads, D]`` → ``[Sq, B, heads · D]``.
+
+        With ``packed_seq_params`` the inputs are ``[T, heads, D]``, sequences end to end; each attends
+        causally to itself, and the result is ``[T, heads · D]``.
 
         With ``attention_mask`` (bool, True = masked out, broadcastable to ``[B, 1, Sq, Sk]``)
         exactly that mask holds. Without one, equal lengths mean causal attention, and a single
@@ -54,10 +58,14 @@ class SDPACoreAttention(MegatronModule):
 
         Raises:
             RuntimeStateError: several queries over a longer cache without a mask, which could mean
-                more than one thing; a bias or packed sequences, which are not supported.
+                more than one thing; a bias, or a mask over packed sequences, which are not supported.
         """
-        if attention_bias is not None or packed_seq_params is not None:
-            raise RuntimeStateError("SDPACoreAttention takes neither an attention bias nor packed sequences")
+        if attention_bias is not None:
+            raise RuntimeStateError("SDPACoreAttention takes no attention bias")
+        if packed_seq_params is not None:
+            if attention_mask is not None:
+                raise RuntimeStateError("SDPACoreAttention takes no attention mask over packed sequences")
+            return self._packed(query, key, value, packed_seq_params)
         queries, keys = query.size(0), key.size(0)
         allowed = None if attention_mask is None else attention_mask.logical_not()
         if allowed is None and queries not in (1, keys):
@@ -65,16 +73,44 @@ class SDPACoreAttention(MegatronModule):
                 f"SDPACoreAttention got {queries} queries over {keys} keys without a mask; "
                 "pass attention_mask (True = masked out) for a partly cached prompt"
             )
-        mixed = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=allowed,
+        mixed = self._attention(
+            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            allowed=allowed,
             is_causal=allowed is None and queries == keys,
-            scale=self._scale,
-            enable_gqa=query.size(2) != key.size(2),
         )
         return mixed.permute(2, 0, 1, 3).reshape(queries, query.size(1), -1)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        # One call per sequence computes no score between sequences, as a block mask would.
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        mixed = [
+            self._attention(*(part.transpose(0, 1)[None] for part in sequence), is_causal=True)
+            for sequence in parts
+        ]
+        return torch.cat([part[0].transpose(0, 1) for part in mixed]).flatten(1)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All ``[B, heads, S, D]``, with fewer heads in ``key`` and ``value`` when queries are grouped."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            is_causal=is_causal,
+            scale=self._scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):

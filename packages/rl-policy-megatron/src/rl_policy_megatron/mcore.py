@@ -22,6 +22,7 @@ try:
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import MegatronModule
         from megatron.core.transformer.spec_utils import ModuleSpec
@@ -39,6 +40,7 @@ __all__ = [
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
+    "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",

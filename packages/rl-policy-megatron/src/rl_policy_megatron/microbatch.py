@@ -1,14 +1,16 @@
-"""Batches as a policy sees them: checked, grouped by length, reduced to the tokens worth computing."""
+"""Batches as a policy sees them: checked, and reduced to the tokens worth computing, padded or packed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from .errors import BatchError
+from .mcore import PackedSeqParams
 
 
 class Batch(Protocol):
@@ -53,26 +55,27 @@ def check_batch(batch: Batch, vocabulary: int) -> None:
         )
 
 
-def group_by_length(lengths: torch.Tensor, micro_batch_size: int) -> list[list[int]]:
-    """Row numbers in micro-batches, longest rows first: little padding, and memory peaks at once."""
-    order = torch.sort(lengths, descending=True, stable=True).indices.tolist()
-    return [order[start : start + micro_batch_size] for start in range(0, len(order), micro_batch_size)]
-
-
 def _real(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.size(1), device=ids.device) < lengths[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Which tokens of a micro-batch are predicted, and from where.
+    """How a micro-batch lies before the model: which tokens it reads, which it predicts, from where.
 
-    The model runs over all columns but the last, whose output would predict nothing.
+    Padded, each row is a row of the model's input. Packed, the rows lie end to end in a single one;
+    each attends to itself only, and its positions begin at 0. The last token of a row would predict
+    nothing, so it is not read. What the batch holds as padding is never read; the places that
+    remain hold token 0, and nothing is predicted from them. The input is never empty: a micro-batch
+    that predicts nothing has such places only, so that it can take part in collectives.
 
     Attributes:
         shape: ``(B, S)`` of the micro-batch.
         device: where the micro-batch lies, and its results belong.
-        model_input: ``[B, L]`` int64 on the model's device, L ≤ S − 1, padding replaced by 0.
+        model_input: ``[B, L]`` int64 on the model's device, L ≤ S − 1 before ``pad_to``; packed
+            ``[1, T]``; without rows ``[1, pad_to]``.
+        positions: int64, of the same shape; each token's place in its own row.
+        packed: where each sequence begins, for megatron; None when padded.
         token_ids: ``[N]`` int64, the predicted tokens, row by row.
         source: ``[N]`` int64, their rows in hidden states ``[L, B, H]`` seen as ``[L · B, H]``.
         target: ``[N]`` int64, their places in ``[B, S]`` seen as ``[B · S]``.
@@ -81,22 +84,52 @@ class TokenLayout:
     shape: tuple[int, int]
     device: torch.device
     model_input: torch.Tensor
+    positions: torch.Tensor
+    packed: PackedSeqParams | None
     token_ids: torch.Tensor
     source: torch.Tensor
     target: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> TokenLayout:
-        ids, lengths = batch.input_ids.to(device), batch.lengths.to(device)
-        rows, width = ids.shape
-        longest = int(lengths.max()) if rows else 0
-        real = _real(ids, lengths)
-        model_input = ids[:, : max(longest - 1, 0)].masked_fill(~real[:, : max(longest - 1, 0)], 0)
-        row, column = real[:, 1:longest].nonzero(as_tuple=True)
-        target = row * width + column + 1
-        source = column * rows + row
-        token_ids = ids.reshape(-1)[target]
-        return cls((rows, width), batch.input_ids.device, model_input, token_ids, source, target)
+    def of(cls, batch: Batch, device: torch.device, *, packing: bool = False, pad_to: int = 1) -> TokenLayout:
+        """The layout of a checked micro-batch.
+
+        Args:
+            batch: the micro-batch, on any device.
+            device: the model's.
+            packing: lay the rows end to end.
+            pad_to: make L, or T, a multiple of this, ≥ 1: sequence parallelism divides it among ranks.
+        """
+        ids, lengths = batch.input_ids, batch.lengths
+        width = ids.size(1)
+        row, column = _real(ids, lengths)[:, 1:].nonzero(as_tuple=True)
+        if packing:
+            read = (lengths - 1).clamp(min=0).tolist()
+            sequences = [length for length in read if length]
+            tail = _surplus(sum(sequences), pad_to)
+            # The tail is a sequence of its own: nothing attends to it, and it has positions as well.
+            sequences += [tail] * (tail > 0)
+            place = torch.arange(len(column), device=ids.device)
+            size, at = (1, sum(sequences)), (torch.zeros_like(place), place)
+            positions = torch.cat([torch.arange(length) for length in sequences])[None]
+            packed, source = _packed_parameters(sequences), place
+        else:
+            columns = max(int(lengths.max()) - 1, 0) if len(lengths) else 0
+            size, at = (max(len(ids), 1), columns + _surplus(columns, pad_to)), (row, column)
+            positions = torch.arange(size[1]).expand(size)
+            packed, source = None, column * size[0] + row
+        model_input = ids.new_zeros(size)
+        model_input[at] = ids[row, column]
+        return cls(
+            shape=(len(ids), width),
+            device=ids.device,
+            model_input=model_input.to(device),
+            positions=positions.to(device),
+            packed=packed,
+            token_ids=ids[row, column + 1].to(device),
+            source=source.to(device),
+            target=(row * width + column + 1).to(device),
+        )
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """``[N, …]`` values of the predicted tokens → ``[B, S, …]``, 0 elsewhere; differentiable.
@@ -107,3 +140,23 @@ class TokenLayout:
         flat = values.new_zeros((rows * width, *values.shape[1:]))
         placed = flat.index_copy(0, self.target, values).view(rows, width, *values.shape[1:])
         return placed.to(self.device)
+
+
+def _surplus(size: int, multiple: int) -> int:
+    """What ``size`` lacks to the next positive multiple."""
+    return -size % multiple if size else multiple
+
+
+def _packed_parameters(sequences: list[int]) -> PackedSeqParams:
+    # On the CPU on purpose: megatron's rotary embedding and the attention read them as numbers.
+    bounds = torch.tensor([0, *accumulate(sequences)], dtype=torch.int32)
+    # The longest sequence and no more: rotary embeddings as long as all sequences together
+    # would be taken for those of positions that never restart.
+    longest = max(sequences)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

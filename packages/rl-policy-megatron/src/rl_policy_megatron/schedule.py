@@ -15,8 +15,9 @@ from . import cpu_adapter
 from .errors import LossError
 from .logits_view import HiddenStatesView
 from .mcore import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
-from .microbatch import Batch, TokenLayout, check_batch, group_by_length
+from .microbatch import Batch, TokenLayout, check_batch
 from .model import PolicyModel
+from .packing import plan_micro_batches
 from .settings import PolicySettings
 
 
@@ -98,7 +99,7 @@ class Schedule:
 
     def _groups(self, batch: Batch) -> list[list[int]]:
         check_batch(batch, self._model.vocab_size)
-        return group_by_length(batch.lengths, self._settings.micro_batch_size)
+        return plan_micro_batches(batch.lengths, self._settings, ranks=1)[0]
 
     def _run(
         self,
@@ -116,7 +117,7 @@ class Schedule:
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             with cpu_adapter.outside_device_scope():
                 batch = next(iterator)
-                layout = TokenLayout.of(batch, self._device)
+                layout = TokenLayout.of(batch, self._device, packing=self._settings.packing)
                 hidden = self._hidden_states(chunk, layout)
             return hidden, partial(finish, batch, layout)
 
@@ -140,10 +141,7 @@ class Schedule:
 
     def _hidden_states(self, model: torch.nn.Module, layout: TokenLayout) -> torch.Tensor:
         ids = layout.model_input
-        if layout.token_ids.numel() == 0:
-            return self._model.head_weight.new_zeros((0, ids.size(0), self._model.config.hidden_size))
-        positions = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
-        return model(ids, positions, None, labels=ids)
+        return model(ids, layout.positions, None, labels=ids, packed_seq_params=layout.packed)
 
     def _view(self, hidden: torch.Tensor, layout: TokenLayout) -> HiddenStatesView:
         return HiddenStatesView(
