@@ -15,6 +15,8 @@ from .layers import block_spec
 from .mapping import WeightMap
 from .mcore import GPTModel, TransformerConfig
 from .quiet import quiet_megatron
+from .recompute import keep_layers_differentiable, recompute_config
+from .settings import Recompute
 from .tensor_files import TensorDirectory
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -49,13 +51,13 @@ class PolicyModel(GPTModel):
         return module.weight
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype) -> PolicyModel:
+def build_model(shape: ModelShape, dtype: torch.dtype, recompute: Recompute = "none") -> PolicyModel:
     """A model on this process's device, in evaluation mode, its weights uninitialised."""
     # megatron declares a spec of one layer here, and takes that of a whole block as well.
     decoder: Any = block_spec(shape)
     with quiet_megatron(), cpu_adapter.device_scope():
         model = PolicyModel(
-            config=_transformer_config(shape, dtype),
+            config=_transformer_config(shape, dtype, recompute),
             transformer_layer_spec=decoder,
             vocab_size=shape.vocabulary,
             max_sequence_length=shape.max_positions,
@@ -63,6 +65,8 @@ def build_model(shape: ModelShape, dtype: torch.dtype) -> PolicyModel:
             share_embeddings_and_output_weights=shape.tied,
             parallel_output=True,
         )
+    if recompute != "none":
+        keep_layers_differentiable(model)
     device = cpu_adapter.device()
     model.rotary_pos_emb.inv_freq = shape.rope.inverse_frequencies(shape.head_dim).to(device)
     return model.to(device).eval()
@@ -93,7 +97,7 @@ def load_weights(model: PolicyModel, weight_map: WeightMap, directory: Path) -> 
     weight_map.fill(dict(model.named_parameters()), tensors.read, directory)
 
 
-def _transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(shape: ModelShape, dtype: torch.dtype, recompute: Recompute) -> TransformerConfig:
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -129,6 +133,7 @@ def _transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerCon
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=False,
+        **recompute_config(recompute),
         moe_token_dispatcher_type="alltoall",
     )
 

@@ -54,7 +54,7 @@ class MegatronPolicy:
         self._closed = True
         runtime.acquire()
         try:
-            self._model = build_model(shape, self._dtype)
+            self._model = build_model(shape, self._dtype, self.settings.recompute)
             load_weights(self._model, self._weight_map, self.model_directory)
             self._wrapped = wrap_for_training(self._model)
             self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings())
