@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_generation.failures import (
+    BusyError,
     DeadlineError,
     EngineDeadError,
     GenerationError,
@@ -215,6 +216,28 @@ def test_a_refit_that_cannot_begin_goes_on_with_the_old_weights(bench: Bench) ->
     run(go())
 
 
+@pytest.mark.parametrize(("call", "failure"), [("begin_refit", RefitError), ("pause", BusyError)])
+def test_requests_that_outlast_a_stop_are_no_silence_and_the_engine_goes_on(
+    bench: Bench, call: str, failure: type[Exception]
+) -> None:
+    """Where requests in flight end first, the engine is well: whoever waits for silence would end it."""
+
+    async def go() -> None:
+        await bench.start()
+        bench.driver.hang.add("hold")
+        arguments = (SPEC, 1) if call == "begin_refit" else ()
+        with pytest.raises(failure, match=r"within 0\.2 s.*bound their tokens") as caught:
+            await getattr(bench.core, call)(*arguments)
+        assert isinstance(caught.value.__cause__, DeadlineError)
+        assert bench.driver.calls[-1] == "let go"
+        assert (await bench.core.generate([REQUEST]))[0].weight_version == 0
+        assert (await bench.core.health())["state"] == "running"
+        bench.driver.hang.clear()
+        assert (await bench.refit(1)).version == 1
+
+    run(go())
+
+
 def test_workers_that_hold_something_else_are_found_out(bench: Bench) -> None:
     async def go() -> None:
         await bench.start()
@@ -249,7 +272,7 @@ def test_an_asleep_engine_serves_neither_requests_nor_refits(bench: Bench) -> No
     async def go() -> None:
         await bench.start()
         bench.driver.flying = 1
-        with pytest.raises(GenerationError, match="in flight"):
+        with pytest.raises(BusyError, match="in flight"):
             await bench.core.sleep()
         bench.driver.flying = 0
         await bench.core.sleep()
@@ -292,8 +315,11 @@ def test_every_wait_has_a_deadline(bench: Bench) -> None:
     async def go() -> None:
         await bench.start()
         bench.driver.hang |= {"hold", "sample", "sleep"}
-        for call in (bench.core.pause(), bench.core.probe(), bench.core.sleep()):
+        for call in (bench.core.probe(), bench.core.sleep()):
             with pytest.raises(DeadlineError, match=r"vllm-0: .* within 0\.2 s"):
+                await call
+        for call in (bench.core.pause(), bench.core.begin_refit(SPEC, 1)):
+            with pytest.raises((BusyError, RefitError), match=r"vllm-0: a pause .* within 0\.2 s"):
                 await call
 
     run(go())

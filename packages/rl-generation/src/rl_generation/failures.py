@@ -79,6 +79,10 @@ class UnschedulableError(InfraError):
     """No node has, or had in time, the resources that the engine asks for."""
 
 
+class BusyError(InfraError):
+    """The engine works on something that it has to finish before it can do this; it goes on as before."""
+
+
 class NotReadyError(InfraError):
     """The address is reserved, and the engine behind it still loads."""
 

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from rl_generation.failures import DeadlineError, GenerationError, InfraError, UnschedulableError
+from rl_generation.failures import (
+    BusyError,
+    DeadlineError,
+    EngineDeadError,
+    GenerationError,
+    InfraError,
+    UnschedulableError,
+)
 from rl_generation.fleet.core import FleetCore
 from rl_generation.fleet.settings import FleetSettings
 
@@ -167,6 +174,129 @@ def test_one_that_cannot_follow_the_mode_is_started_again_into_it(run, scripted)
             assert fleet.states == ["healthy", "dead"]
             await fleet.until(lambda: fleet.states == ["healthy"] * 2)
             assert [replica.calls["pause"] for replica in fleet.replicas] == [1, 2]
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("stop", "undo"), [("pause", "resume"), ("sleep", "wake")])
+@pytest.mark.parametrize("error", [BusyError, GenerationError])
+def test_a_refused_change_of_mode_is_undone_and_said(
+    run, scripted, make_requests, stop: str, undo: str, error: type[GenerationError]
+) -> None:
+    """Such as an engine that works on a request over HTTP, or that was not built to sleep."""
+
+    async def scene() -> None:
+        async with scripted(3) as fleet:
+            fleet.replicas[1].faults[stop] = [error("r1: not now")]
+            with pytest.raises(error, match="r1: not now"):
+                await getattr(fleet.core, stop)()
+            assert fleet.states == ["healthy"] * 3
+            assert [replica.calls.get(undo) for replica in fleet.replicas] == [1] * 3
+            assert (await fleet.core.health())["state"] == "running"
+            assert len(await fleet.core.generate(make_requests(3))) == 3
+            await getattr(fleet.core, stop)()
+            assert [replica.calls[stop] for replica in fleet.replicas] == [2] * 3
+
+    run(scene())
+
+
+@pytest.mark.parametrize("stop", ["pause", "sleep"])
+@pytest.mark.parametrize("how", [EngineDeadError, DeadlineError, "silent"])
+def test_one_that_is_dead_or_silent_keeps_no_fleet_from_its_mode(run, scripted, stop: str, how) -> None:
+    async def scene() -> None:
+        async with scripted(2) as fleet:
+            if how == "silent":
+                fleet.replicas[1].hangs.add(stop)
+            else:
+                fleet.replicas[1].faults[stop] = [how("r1: no")]
+            await getattr(fleet.core, stop)()
+            assert fleet.states == ["healthy", "dead"]
+            fleet.replicas[1].hangs.clear()
+            await fleet.until(lambda: fleet.states == ["healthy"] * 2)
+            assert [replica.calls[stop] for replica in fleet.replicas] == [1, 2]
+
+    run(scene())
+
+
+def test_sleep_waits_for_a_probe_that_is_under_way(run, scripted) -> None:
+    """The probe's token is a request in flight, which no engine sleeps with."""
+
+    async def scene() -> None:
+        async with scripted(2) as fleet:
+            replica, probing = fleet.replicas[0], asyncio.Event()
+            original = replica.sleep
+
+            async def probe() -> None:
+                probing.set()
+                await asyncio.sleep(0.1)
+                probing.clear()
+
+            async def sleep() -> None:
+                if probing.is_set():
+                    raise BusyError("r0: a request is in flight")
+                await original()
+
+            replica.probe, replica.sleep = probe, sleep
+            await probing.wait()
+            await fleet.core.sleep()
+            assert fleet.states == ["healthy"] * 2
+            assert [replica.calls["sleep"] for replica in fleet.replicas] == [1, 1]
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("stop", "undo"), [("pause", "resume"), ("sleep", "wake")])
+@pytest.mark.parametrize("interrupted", ["stop", "undo"])
+def test_a_change_of_mode_whose_caller_gave_up_can_be_repeated(
+    run, scripted, make_requests, stop: str, undo: str, interrupted: str
+) -> None:
+    async def scene() -> None:
+        async with scripted(2) as fleet:
+            name = {"stop": stop, "undo": undo}[interrupted]
+            if interrupted == "undo":
+                await getattr(fleet.core, stop)()
+            fleet.replicas[1].hangs.add(name)
+            call = asyncio.ensure_future(getattr(fleet.core, name)())
+            await fleet.until(lambda: bool(fleet.replicas[1].calls.get(name)))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert fleet.core.metrics()["serving"] == 0
+            fleet.replicas[1].hangs.clear()
+            await getattr(fleet.core, name)()
+            assert [replica.calls[name] for replica in fleet.replicas] == [2, 2]
+            if interrupted == "stop":
+                await getattr(fleet.core, undo)()
+            assert len(await fleet.core.generate(make_requests(2))) == 2
+            assert fleet.states == ["healthy"] * 2
+
+    run(scene())
+
+
+def test_a_second_start_leaves_the_first_alone(run, scripted, make_requests) -> None:
+    async def scene() -> None:
+        fleet = scripted(2)
+        first, second = await asyncio.gather(fleet.core.start(), fleet.core.start(), return_exceptions=True)
+        assert first is None
+        assert isinstance(second, GenerationError)
+        assert "it is running" in str(second)
+        assert len(await fleet.core.generate(make_requests(2))) == 2
+        await fleet.core.shutdown(5.0)
+
+    run(scene())
+
+
+def test_a_fleet_that_is_shut_down_while_it_changes_its_mode_stays_closed(run, scripted) -> None:
+    async def scene() -> None:
+        async with scripted(1) as fleet:
+            await fleet.core.pause()
+            fleet.replicas[0].hangs.add("resume")
+            call = asyncio.ensure_future(fleet.core.resume())
+            await asyncio.sleep(1)
+            await fleet.core.shutdown(5.0)
+            with pytest.raises(GenerationError, match="closed"):
+                await call
+            assert (await fleet.core.health())["state"] == "closed"
 
     run(scene())
 

@@ -86,16 +86,19 @@ class FleetCore:
             GenerationError: called twice, a replica did not start (the first cause), or they have different
                 versions.
         """
-        self._modes.refuse("running", "paused", "asleep", "closed")
-        try:
-            await self.reserve()
-            async with self._modes.turn(self._settings.start_timeout_s):
-                self._modes.refuse("running", "paused", "asleep", "closed")
+        async with self._modes.turn(self._settings.start_timeout_s):
+            # Another's start, while this one waited for its turn, stays as it is.
+            self._modes.refuse("running", "paused", "asleep", "closed")
+            try:
+                await self._starts.reserve()
+                # Some may have none.
+                _ = self.base_urls
                 self.version = await self._starts.load()
-                self._modes.mode = "running"
-        except BaseException:
-            await asyncio.shield(self.shutdown(self._settings.control_timeout_s))
-            raise
+                self._modes.refuse("closed")
+            except BaseException:
+                await asyncio.shield(self.shutdown(self._settings.control_timeout_s))
+                raise
+            self._modes.mode = "running"
         self._supervisor.run()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -123,29 +126,37 @@ class FleetCore:
             return await self._refit_these(stale, source, self.version) if stale else []
 
     async def pause(self) -> None:
-        """Hand out no more requests, and stop sampling."""
-        await self._modes.switch("pause", lambda r: r.pause(), ("running", "paused"), "paused")
+        """Hand out no more requests, and stop sampling.
+
+        Raises:
+            GenerationError: a replica refused, such as one whose requests in flight outlast its deadline; the
+                fleet runs as before.
+        """
+        await self._modes.stop("pause", lambda r: r.pause(), lambda r: r.resume(), "paused")
 
     async def resume(self) -> None:
         """Undo :meth:`pause`."""
-        await self._modes.switch("resume", lambda r: r.resume(), ("running", "paused"), "running")
+        await self._modes.go_on("resume", lambda r: r.resume(), "paused")
 
     async def sleep(self) -> None:
         """Let replicas give memory back.
 
         Raises:
-            GenerationError: a generation is in flight (said without waiting), or the fleet is paused.
+            GenerationError: a generation is in flight (said without waiting), the fleet is paused, or a
+                replica refused, such as one that works on a request over HTTP; the fleet runs as before.
         """
         if self._dispatcher.active:
             raise GenerationError(
                 f"fleet: cannot sleep while {self._dispatcher.active} generations are in flight; "
                 "wait for them to return first"
             )
-        await self._modes.switch("sleep", lambda r: r.sleep(), ("running", "asleep"), "asleep")
+        await self._modes.stop(
+            "sleep", lambda r: r.sleep(), lambda r: r.wake(), "asleep", self._supervisor.round_ended
+        )
 
     async def wake(self) -> None:
         """Undo :meth:`sleep`."""
-        await self._modes.switch("wake", lambda r: r.wake(), ("running", "asleep"), "running")
+        await self._modes.go_on("wake", lambda r: r.wake(), "asleep")
 
     async def health(self) -> dict[str, Any]:
         """The fleet's state, and every live replica's own facts."""

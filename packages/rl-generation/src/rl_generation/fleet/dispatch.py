@@ -243,7 +243,8 @@ class Dispatcher:
         # Too much work for the time that the caller gave says nothing of the replica; and calls that were in
         # flight together fail together, of one cause.
         late = asyncio.get_running_loop().time() >= job.deadline - _EARLY_S
-        if not late and member.machine.incidents == incidents and member.report(ReplicaEvent.FAILED, error):
+        if not late and member.machine.incidents == incidents:
+            member.report(ReplicaEvent.FAILED, error)
             if member.machine.failures > self._settings.infra_budget:
                 member.report(ReplicaEvent.DIED, error)
         self._poke()

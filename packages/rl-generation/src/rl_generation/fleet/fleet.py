@@ -159,7 +159,12 @@ class Fleet:
         return self._call(self._core.refit_stale(source), "refit_stale", self._refit_s)
 
     def pause(self) -> None:
-        """Stop sampling; requests in flight keep what they have, new ones wait."""
+        """Stop sampling; requests in flight keep what they have, new ones wait.
+
+        Raises:
+            GenerationError: a replica refused, such as one whose requests in flight have to end first and do
+                not in time; the fleet runs as before.
+        """
         self._call(self._core.pause(), "pause", self._control_s)
 
     def resume(self) -> None:
@@ -170,7 +175,8 @@ class Fleet:
         """Give memory back while the policy trains.
 
         Raises:
-            GenerationError: a generation is in flight, or the fleet is paused.
+            GenerationError: a generation is in flight, over HTTP too, or the fleet is paused; it runs as
+                before.
         """
         self._call(self._core.sleep(), "sleep", self._control_s)
 
@@ -214,7 +220,8 @@ class Fleet:
 
     @property
     def _control_s(self) -> float:
-        return self._settings.refit_call_timeout_s + self._settings.control_timeout_s
+        # Waiting for its turn and for a round of probes; doing it; undoing it.
+        return 3 * self._settings.refit_call_timeout_s + 2 * self._settings.probe_timeout_s
 
     @property
     def _refit_s(self) -> float:

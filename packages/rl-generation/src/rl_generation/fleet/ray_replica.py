@@ -102,19 +102,19 @@ class RayReplica:
 
     async def pause(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
-        await self._call("pause", self._settings.control_timeout_s)
+        await self._call("pause", self._settings.refit_timeout_s)
 
     async def resume(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
-        await self._call("resume", self._settings.control_timeout_s)
+        await self._call("resume", self._settings.refit_timeout_s)
 
     async def sleep(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
-        await self._call("sleep", self._settings.control_timeout_s)
+        await self._call("sleep", self._settings.refit_timeout_s)
 
     async def wake(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
-        await self._call("wake", self._settings.control_timeout_s)
+        await self._call("wake", self._settings.refit_timeout_s)
 
     async def health(self) -> dict[str, Any]:
         """See :class:`~rl_generation.fleet.replica.Engine`."""

@@ -24,7 +24,7 @@ class RaySettings:
         schedule_timeout_s: until its process runs.
         start_timeout_s: to load the weights.
         generate_timeout_s: for one call of generate.
-        refit_timeout_s: for one step of a refit.
+        refit_timeout_s: for one step of a refit, and for pause, resume, sleep and wake.
         control_timeout_s: for everything else.
         kill_timeout_s: until a killed process is gone.
 

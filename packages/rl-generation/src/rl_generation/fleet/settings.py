@@ -65,10 +65,12 @@ class FleetSettings:
         probe_interval_s: between rounds of probes.
         probe_timeout_s: for all probes of a round, which run at the same time.
         probe_failures: failed probes in a row that make a replica dead; the first makes it suspect.
-        refit_call_timeout_s: for each of a shard's steps in a refit.
+        refit_call_timeout_s: for each of a replica's steps in a refit; and for its pause, resume, sleep and
+            wake, where an engine may have to wait for requests as long as for a refit. Longer than the
+            engine's own deadline for that, so that its answer comes in time.
         refit_timeout_s: for a whole refit.
         source_timeout_s: for each call to the source of the weights.
-        control_timeout_s: for pause, resume, sleep, wake, health and kill of one replica.
+        control_timeout_s: for health and kill of one replica.
         transport: how the bytes of a refit travel.
         publishing: of :meth:`~rl_generation.fleet.fleet.Fleet.update_weights`, which publishes a stream of
             this process.

@@ -135,7 +135,7 @@ class ReplicaMachine:
 
     @property
     def incidents(self) -> int:
-        """How often a failure made it suspect. What fails before a probe has decided belongs to the same one."""
+        """How often a failure made it suspect; what fails before a probe has decided belongs to the same."""
         return self._incidents
 
     @property

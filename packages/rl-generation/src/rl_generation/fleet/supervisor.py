@@ -46,6 +46,7 @@ class Supervisor:
         self._begin = begin
         self._tasks: set[asyncio.Task[None]] = set()
         self._poked = asyncio.Event()
+        self._round = asyncio.Lock()
         self._stopped = False
         self.restarts = 0
         for member in members:
@@ -70,6 +71,15 @@ class Supervisor:
 
     async def probe_once(self) -> dict[Member, Verdict]:
         """One round of probes and what follows from it; nothing where replicas cannot answer now."""
+        async with self._round:
+            return await self._probe()
+
+    async def round_ended(self) -> None:
+        """Return when no probe is under way: an engine has a request in flight as long as one is."""
+        async with self._round:
+            pass
+
+    async def _probe(self) -> dict[Member, Verdict]:
         is_quiet, epoch = self._quiet()
         members = [member for member in self._members if member.live]
         if is_quiet or not members:

@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ..failures import (
+    BusyError,
+    DeadlineError,
     EngineDeadError,
     GenerationError,
     InfraError,
@@ -141,7 +143,7 @@ class EngineCore(EngineState):
         async with self._control:
             announcement = self._weights.begin(spec, version)
             try:
-                await self._hold()
+                await self._hold_or(RefitError)
                 await self._workers("rl_begin_refit", announcement, version)
             except BaseException:
                 self._weights.abort()
@@ -192,11 +194,15 @@ class EngineCore(EngineState):
                 await self._release()
 
     async def pause(self) -> None:
-        """Stop sampling; requests in flight keep what they have."""
+        """Stop sampling; requests in flight keep what they have, or end first where they cannot.
+
+        Raises:
+            BusyError: that took longer than ``control_timeout_s``; sampling goes on.
+        """
         self._require_started()
         async with self._control:
             try:
-                await self._hold()
+                await self._hold_or(BusyError)
             except BaseException:
                 await self._let_go_anyway()
                 raise
@@ -210,13 +216,17 @@ class EngineCore(EngineState):
             await self._release()
 
     async def sleep(self) -> None:
-        """Give memory back; refused while requests are in flight."""
+        """Give memory back.
+
+        Raises:
+            BusyError: requests are in flight, over HTTP too, or a refit is.
+        """
         self._require_started()
         async with self._control:
             if self._asleep:
                 return
             if self._weights.arriving or self._driver.in_flight():
-                raise GenerationError(
+                raise BusyError(
                     f"{self._name}: cannot sleep while a generation or a refit is in flight; wait for it to "
                     "return first"
                 )
@@ -257,6 +267,16 @@ class EngineCore(EngineState):
 
     def _version_now(self) -> int:
         return self.weight_version
+
+    async def _hold_or(self, kind: type[InfraError]) -> None:
+        """Hold, or say by another failure than silence that it took too long: this engine answers."""
+        try:
+            await self._hold()
+        except DeadlineError as error:
+            raise kind(
+                f"{error}; requests in flight end first where no token could name its weights; raise "
+                "control_timeout_s, or bound their tokens"
+            ) from error
 
     async def _fall_stale(self, reason: str) -> None:
         """A refit failed half way: nothing goes on with a mixture of weights."""
