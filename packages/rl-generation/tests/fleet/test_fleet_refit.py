@@ -294,6 +294,40 @@ def test_a_caller_who_gives_up_leaves_no_refit_behind(run, scripted, source) -> 
     run(scene())
 
 
+def test_giving_up_while_a_refit_begins_holds_no_replica(run, scripted, source, make_requests) -> None:
+    """One has begun and samples nothing until it is told that the refit is off; the other is slow."""
+
+    async def scene() -> None:
+        async with scripted(2, QUIET) as fleet:
+            fleet.replicas[1].hangs.add("begin_refit")
+            call = asyncio.ensure_future(fleet.core.refit(source(), 1))
+            await fleet.until(lambda: bool(fleet.replicas[1].calls.get("begin_refit")))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await fleet.until(lambda: all(r.calls.get("abort_refit") == 1 for r in fleet.replicas))
+            assert fleet.states == ["healthy"] * 2
+            assert {a.weight_version for a in await fleet.core.generate(make_requests(2))} == {0}
+            fleet.replicas[1].hangs.clear()
+            assert await fleet.core.refit(source(), 1) == ["r0", "r1"]
+
+    run(scene())
+
+
+def test_one_that_refuses_to_begin_keeps_its_weights_when_nobody_gets_new_ones(run, scripted, source) -> None:
+    """Such as one whose requests in flight have to end first and do not: it serves what the fleet serves."""
+
+    async def scene() -> None:
+        async with scripted(2, QUIET) as fleet:
+            fleet.replicas[0].faults["begin_refit"] = [RefitError("r0: a pause did not end within 60 s")]
+            with pytest.raises(GenerationError, match="the stream broke"):
+                await fleet.core.refit(source(1), 1)
+            assert fleet.states == ["healthy", "stale"]
+            assert "kill" not in fleet.replicas[0].calls
+
+    run(scene())
+
+
 def test_giving_up_before_the_last_acknowledgement_ends_who_may_serve_the_new_weights(
     run, scripted, source
 ) -> None:

@@ -45,6 +45,7 @@ class FleetRefit:
         self._failed: dict[Member, Exception] = {}
         self._lives = {member: member.life for member in members}
         self._stale_before = {member for member in members if member.state is ReplicaState.STALE}
+        self._asked: set[Member] = set()
         self._begun: set[Member] = set()
         self._may_believe_in_it: set[Member] = set()
         self._loaded: dict[Member, int] = dict.fromkeys(members, 0)
@@ -69,8 +70,13 @@ class FleetRefit:
             await asyncio.shield(self._close())
 
     async def _begin(self, spec: RefitSpec) -> None:
-        begun = await self._step("begin_refit", lambda m: m.replica.begin_refit(spec, self._version))
-        self._begun.update(begun)
+        async def begin(member: Member) -> None:
+            # Before its answer: it may have begun when nobody waits for that any more.
+            self._asked.add(member)
+            await member.replica.begin_refit(spec, self._version)
+            self._begun.add(member)
+
+        await self._step("begin_refit", begin)
 
     async def _load(self, bucket: Bucket) -> None:
         self._mark_moving()
@@ -158,17 +164,18 @@ class FleetRefit:
             # ones if only their acknowledgement is missing.
             member.report(ReplicaEvent.DIED, error)
             return
+        if member in self._asked:
+            try:
+                await member.call(
+                    member.replica.abort_refit(), "abort_refit", self._settings.refit_call_timeout_s
+                )
+            except Exception as problem:
+                logger.warning("replica %s: did not end a refit: %s", member.name, problem)
+                member.report(ReplicaEvent.DIED, error)
+                return
         if member not in self._begun:
             if not isinstance(error, RefitError):
                 member.report(ReplicaEvent.FAILED, error)
-            return
-        try:
-            await member.call(
-                member.replica.abort_refit(), "abort_refit", self._settings.refit_call_timeout_s
-            )
-        except Exception as problem:
-            logger.warning("replica %s: did not end a refit: %s", member.name, problem)
-            member.report(ReplicaEvent.DIED, error)
             return
         if self._moving:
             stale = StaleWeightsError(f"replica {member.name}: its refit failed: {error}")

@@ -83,7 +83,8 @@ class RefitTarget(Protocol):
         """Check names, shapes and dtypes against the model before a weight moves; stop sampling.
 
         Raises:
-            RefitError: the announcement does not fit; the engine goes on with its old weights.
+            RefitError: the announcement does not fit, or requests that have to end first did not in time; the
+                engine goes on with its old weights. Silence, or another failure, may end it.
         """
         ...
 
