@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
-from ..failures import DeadlineError
+from ..failures import DeadlineError, GenerationError
 from .admission import Flight, Gate
 from .faults import classified
 
@@ -26,6 +27,8 @@ class Pauses:
         self._gate = Gate(component)
         self._llm: Any = None
         self._llm_is_stopped = False
+        # Otherwise one reason's end would undo another's beginning, or hide it.
+        self._turn = asyncio.Lock()
         self.count = 0
         """Of stops so far. A request that comes back aborted while this has grown was aborted by a stop."""
 
@@ -54,12 +57,31 @@ class Pauses:
         await self._gate.pass_through(self._timeout_s)
 
     async def hold(self, why: str) -> None:
-        """Stop all requests and admit none; idempotent for one reason.
+        """Stop all requests and admit none; idempotent for one reason. Waits for other calls to end.
 
         Raises:
             DeadlineError: some did not stop; then all go on.
             EngineDeadError: a worker is gone.
         """
+        async with self._turn:
+            await self._hold(why)
+
+    async def release(self, why: str) -> None:
+        """Give up one reason; idempotent. Waits for other calls to end.
+
+        Raises:
+            DeadlineError: the engine did not say in time that it goes on.
+            GenerationError: it cannot. Requests are let through to its own failure, and the next release of
+                any reason asks it again.
+        """
+        async with self._turn:
+            await self._release(why)
+
+    async def end(self) -> None:
+        """Let everybody through to their failure, for good."""
+        await self._gate.end()
+
+    async def _hold(self, why: str) -> None:
         self._gate.hold(why)
         self.count += 1
         try:
@@ -72,22 +94,33 @@ class Pauses:
                         await self._flight.abort_all(self._timeout_s)
                     await self._flight.wait_until_empty(self._timeout_s)
         except TimeoutError as error:
-            await self.release(why)
+            await self._release_anyway(why)
             raise DeadlineError(
                 f"{self._component}: requests did not stop within {self._timeout_s:g} s"
             ) from error
         except BaseException:
-            await self.release(why)
+            await self._release_anyway(why)
             raise
 
-    async def release(self, why: str) -> None:
-        """Give up one reason; idempotent."""
-        if self._llm_is_stopped and set(self._gate.holders) <= {why}:
-            with classified(self._component, "go on"):
-                await self._llm.resume_generation()
-            self._llm_is_stopped = False
-        await self._gate.release(why)
+    async def _release(self, why: str) -> None:
+        try:
+            if self._llm_is_stopped and set(self._gate.holders) <= {why}:
+                await self._go_on()
+        finally:
+            await self._gate.release(why)
 
-    async def end(self) -> None:
-        """Let everybody through to their failure, for good."""
-        await self._gate.end()
+    async def _release_anyway(self, why: str) -> None:
+        """Where something failed already that says more."""
+        with contextlib.suppress(GenerationError):
+            await self._release(why)
+
+    async def _go_on(self) -> None:
+        try:
+            with classified(self._component, "go on"):
+                async with asyncio.timeout(self._timeout_s):
+                    await self._llm.resume_generation()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self._component}: the engine did not go on within {self._timeout_s:g} s"
+            ) from error
+        self._llm_is_stopped = False
