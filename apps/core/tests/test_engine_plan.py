@@ -131,6 +131,11 @@ def test_a_token_comes_from_the_environment_and_stands_in_no_text(monkeypatch):
     listen = plan(*words, "generation.server.host=0.0.0.0", "generation.server.advertised_host=here").listen
     assert listen.token == "secret-of-the-test"
     assert "secret-of-the-test" not in repr(plan(*words))
+    monkeypatch.setenv("SERVER_TOKEN", "secret-of-the-test\n")
+    message = refused(*words)
+    assert message.startswith("generation.engine=vllm: the server's token begins or ends with")
+    assert "\n" not in message
+    assert "secret" not in message
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from rl_generation.failures import EngineDeadError, InfraError, StaleWeightsError
 from rl_generation.server.asgi import send_json
 from rl_generation.server.reservation import ListenSettings, Reservation
-from rl_generation.server.security import is_loopback
+from rl_generation.server.security import check_token, is_loopback
 
 pytest.importorskip("uvicorn")
 
@@ -208,6 +208,20 @@ def test_only_loopback_may_be_without_a_token() -> None:
         *(True,) * 4,
         False,
     ]
+
+
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "s3\ncret", "s3\tcret", "s3crét", "s3cret\u00a0"])
+def test_a_token_that_no_request_could_carry_is_refused_and_not_said(token: str) -> None:
+    with pytest.raises(ValueError, match="the server's token") as refused:
+        ListenSettings(token=token)
+    assert "\n" not in str(refused.value)
+    assert "s3" not in str(refused.value)
+
+
+def test_every_token_that_is_taken_lets_its_bearer_in() -> None:
+    for token in ("s3cret", "two words", "!#$%&'()*+,-./:;<=>?@[]^_`{|}~"):
+        settings = ListenSettings(token=token)
+        check_token({"headers": [(b"authorization", f"Bearer {token}".encode())]}, settings.token)
 
 
 def test_a_wide_address_is_announced_by_its_name_and_keeps_its_token_to_itself() -> None:

@@ -14,7 +14,7 @@ from ..failures import GenerationError, NotReadyError
 from .asgi import App
 from .gate import Gate
 from .listening import Listener, bind
-from .security import is_loopback, is_wildcard
+from .security import check_bearer, is_loopback, is_wildcard
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,11 +27,13 @@ class ListenSettings:
         host: address to bind; anything but loopback needs ``token``.
         port: 0 is any free one.
         port_range: first and last port to try in turn, instead of ``port``; a firewall may want it.
-        token: what requests have to carry as bearer token; ``None`` is none. It is in no text of this object.
+        token: what requests have to carry as bearer token, printable ASCII; ``None`` is none. It is in no
+            text of this object.
         advertised_host: name that URLs carry, needed where ``host`` stands for all addresses.
 
     Raises:
-        ValueError: an address beyond loopback without a token, or ports that are none.
+        ValueError: an address beyond loopback without a token, a token that no header can carry, or ports
+            that are none.
     """
 
     host: str = "127.0.0.1"
@@ -41,8 +43,8 @@ class ListenSettings:
     advertised_host: str | None = None
 
     def __post_init__(self) -> None:
-        if self.token is not None and not self.token.strip():
-            raise ValueError("the server's token is empty; give one or none")
+        if self.token is not None:
+            check_bearer(self.token)
         if not is_loopback(self.host) and self.token is None:
             raise ValueError(
                 f"the server would listen on {self.host}, which others reach, without a token; set token or "

@@ -27,6 +27,21 @@ def is_wildcard(host: str) -> bool:
         return not host
 
 
+def check_bearer(token: str) -> None:
+    """Raise :class:`ValueError`, without the token, where no request could carry it."""
+    if not token.strip():
+        raise ValueError("the server's token is empty; give one or none")
+    if token != token.strip():
+        raise ValueError(
+            "the server's token begins or ends with a space or a line's end, which no request can carry; "
+            "remove it, for instance with $(cat FILE) where the token comes out of a file"
+        )
+    if not token.isascii() or not token.isprintable():
+        raise ValueError(
+            "the server's token has a character that an HTTP header cannot carry; take printable ASCII only"
+        )
+
+
 def check_token(scope: Scope, token: str | None) -> None:
     """Raise :class:`UnauthorizedError` where a request does not carry ``Authorization: Bearer <token>``.
 
