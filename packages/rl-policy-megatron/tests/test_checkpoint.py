@@ -17,6 +17,11 @@ from rl_policy_megatron import CheckpointError, MegatronPolicy, OptimizerSetting
 LENGTHS = [11, 4, 9, 7]
 
 
+def _file(directory: Path, group: str) -> Path:
+    """The file of a group that one process saved."""
+    return directory / f"{group}-{'00' if group == 'random' else '00-00'}.safetensors"
+
+
 def _noisy(token_mean: Callable[..., Any]) -> Callable[..., Any]:
     """A loss that also depends on the policy's random stream."""
 
@@ -63,7 +68,7 @@ def test_h13_six_steps_saved_and_four_more_equal_ten(
     resumed.save(tmp_path / "again")
     straight.save(tmp_path / "straight")
     for name in ("weights", "optimizer", "random", "reference"):
-        first, second = (load_file(tmp_path / at / f"{name}.safetensors") for at in ("again", "straight"))
+        first, second = (load_file(_file(tmp_path / at, name)) for at in ("again", "straight"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -89,10 +94,10 @@ def test_files_are_safetensors_and_json_only(policy_of: Callable[..., Any], tmp_
     (tmp_path / "empty").mkdir()
     policy.save(tmp_path / "empty")
     assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == [
-        "optimizer.safetensors",
+        "optimizer-00-00.safetensors",
         "policy.json",
-        "random.safetensors",
-        "weights.safetensors",
+        "random-00.safetensors",
+        "weights-00-00.safetensors",
     ]
     with pytest.raises(CheckpointError, match="not empty"):
         policy.save(tmp_path / "empty")
@@ -129,24 +134,24 @@ _NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda at: (at / "policy.json").unlink(), "policy.json"),
     "broken manifest": (lambda at: (at / "policy.json").write_text("{"), "JSON"),
-    "other format": (lambda at: _edit_manifest(at / "policy.json", format=2), "format 2"),
+    "other format": (lambda at: _edit_manifest(at / "policy.json", format=3), "format 3"),
     "manifest without steps": (lambda at: _edit_manifest(at / "policy.json", steps=None), "complete"),
-    "no optimizer": (lambda at: (at / "optimizer.safetensors").unlink(), "optimizer.safetensors"),
-    "truncated weights": (lambda at: _truncate(at / "weights.safetensors"), "weights.safetensors"),
+    "no optimizer": (lambda at: (_file(at, "optimizer")).unlink(), "optimizer-00-00.safetensors"),
+    "truncated weights": (lambda at: _truncate(_file(at, "weights")), "weights-00-00.safetensors"),
     "lost moment": (
-        lambda at: _edit_tensors(at / "optimizer.safetensors", lambda t: t.pop(f"exp_avg.{_NORM}")),
+        lambda at: _edit_tensors(_file(at, "optimizer"), lambda t: t.pop(f"exp_avg.{_NORM}")),
         f"exp_avg.{_NORM}",
     ),
     "surplus weight": (
-        lambda at: _edit_tensors(at / "weights.safetensors", lambda t: t.update(odd=torch.ones(1))),
+        lambda at: _edit_tensors(_file(at, "weights"), lambda t: t.update(odd=torch.ones(1))),
         "odd",
     ),
     "other shape": (
-        lambda at: _edit_tensors(at / "weights.safetensors", lambda t: t.update({_NORM: torch.ones(3)})),
+        lambda at: _edit_tensors(_file(at, "weights"), lambda t: t.update({_NORM: torch.ones(3)})),
         _NORM,
     ),
     "no random state": (
-        lambda at: _edit_tensors(at / "random.safetensors", lambda t: t.clear()),
+        lambda at: _edit_tensors(_file(at, "random"), lambda t: t.clear()),
         "random.safetensors",
     ),
 }

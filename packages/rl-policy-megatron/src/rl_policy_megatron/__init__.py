@@ -14,11 +14,13 @@ from .errors import (
     LossError,
     ModelDirectoryError,
     NonFiniteGradientError,
+    PeerError,
     PolicyError,
     RuntimeStateError,
     UnsupportedModelError,
 )
 from .layout import ParallelLayout
+from .lora import LoraSettings
 from .settings import OptimizerSettings, PolicySettings
 
 if TYPE_CHECKING:
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "LoraSettings",
     "LossError",
     "MegatronPolicy",
     "ModelDirectoryError",
     "NonFiniteGradientError",
     "OptimizerSettings",
     "ParallelLayout",
+    "PeerError",
     "PolicyError",
     "PolicySettings",
     "RuntimeStateError",

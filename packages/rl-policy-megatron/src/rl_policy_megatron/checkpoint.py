@@ -1,17 +1,26 @@
-"""Saves and restores a policy: safetensors and JSON, named as in Hugging Face's layout.
+"""What a saved policy is on disk: safetensors and JSON, named as in Hugging Face's layout.
 
-Files of a checkpoint, the manifest last:
+Files of a checkpoint, the manifest last. ``P`` is a pipeline stage and expert group, ``D`` a
+data-parallel rank; one process writes ``P = 00-00`` and ``D = 00``. A tensor is found in whichever
+file of its group has it, so that any layout of ranks can load what any other wrote.
 
-- ``weights.safetensors``: the model, in its own type.
-- ``optimizer.safetensors``: float32 moments, and master weights where the model is bfloat16.
-- ``random.safetensors``: generator states.
-- ``reference.safetensors``: the frozen reference, if one is kept.
-- ``policy.json``: format, model shape, optimizer settings, number of updates, and the groups above.
+- ``weights-P.safetensors``: the model, in its own type. With adapters, which leave it as it was:
+  ``adapters-P.safetensors`` instead, and the digest of the base in the manifest.
+- ``optimizer-P.safetensors``: float32 moments, and master weights where the model is bfloat16.
+- ``random-D.safetensors``: generator states.
+- ``reference-P.safetensors``: the frozen reference, if one is kept.
+- ``policy.json``: format, model shape, optimizer settings, number of updates, the files by group.
+
+Format 1 had one file per group, without a number, and a list of groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,132 +29,233 @@ import torch
 
 from .errors import CheckpointError, ModelDirectoryError
 from .hf_config import ModelShape, read_json
+from .lora import LoraSettings
 from .mapping import WeightSpec
 from .optimizer import MASTER, MOMENTS
 from .settings import OptimizerSettings
-from .tensor_files import read_tensors, sync_path, write_json, write_tensors
+from .tensor_files import TensorFiles, sync_path, write_json, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "policy.json"
-_ALWAYS = ("weights", "optimizer", "random")
-_REFERENCE = "reference"
+WEIGHTS, ADAPTERS, OPTIMIZER, RANDOM, REFERENCE = "weights", "adapters", "optimizer", "random", "reference"
+_UNFINISHED_MANIFEST = f"{MANIFEST}.partial"
+# Everything that a save leaves when it is killed; the last is how safetensors calls a file until it is whole.
+_LEFTOVER = re.compile(
+    r"(weights|adapters|optimizer|random|reference)(-\d+)*\.safetensors|policy\.json\.partial|\.tmp\w{6}"
+)
 
 
-@dataclass(slots=True)
-class PolicyState:
-    """Everything that decides how a policy goes on. Tensors have HF names."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint belongs to: it loads into no other policy.
 
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
-    random: dict[str, torch.Tensor]
-    reference: dict[str, torch.Tensor] | None
+    Attributes:
+        shape: of the model.
+        dtype: of its weights.
+        lora: its adapters, if only those are trained.
+        base: digest of the weights under the adapters.
+    """
+
+    shape: ModelShape
+    dtype: str
+    lora: LoraSettings | None = None
+    base: str | None = None
+
+    def described(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        lora = None if self.lora is None else asdict(self.lora)
+        content = {"dtype": self.dtype, "model": asdict(self.shape), "lora": lora, "base": self.base}
+        # Tuples become lists, so that it compares with what was read.
+        return json.loads(json.dumps(content))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """One file that a rank writes: tensors of a group, and what tells it from the group's other files."""
+
+    group: str
+    part: str
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def copied(cls, group: str, part: str, tensors: Mapping[str, torch.Tensor]) -> SavedFile:
+        """With copies in this machine's memory, which later updates leave alone."""
+        return cls(
+            group, part, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}-{self.part}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPolicy:
+    """A checkpoint whose files are there, of this model, and open; tensors are read one at a time."""
+
+    source: Path
+    groups: dict[str, TensorFiles]
     steps: int
     optimizer_settings: OptimizerSettings
 
+    def random(self, data_rank: int) -> dict[str, torch.Tensor]:
+        """Generator states by device of a data-parallel rank; empty if fewer ranks were saved."""
+        files, prefix = self.groups[RANDOM], f"{data_rank}."
+        return {
+            name.removeprefix(prefix): files.read(name).clone()
+            for name in files.names
+            # Format 1 knew one rank only, and did not number it.
+            if name.startswith(prefix) or (data_rank == 0 and "." not in name)
+        }
 
-def write_state(directory: Path, state: PolicyState, shape: ModelShape, dtype: str) -> None:
-    """Write a checkpoint into ``directory``, on disk when this returns.
+    def check(self, weights: Mapping[str, WeightSpec], adapters: Mapping[str, WeightSpec] | None) -> None:
+        """Refuse tensors other than those that a policy of these weights or adapters needs.
+
+        Raises:
+            CheckpointError: a tensor is missing, one too many, or of another shape or type.
+        """
+        trained = weights if adapters is None else adapters
+        expected = {spec.name: (spec.shape, spec.dtype) for spec in trained.values()}
+        self._check_group(WEIGHTS if adapters is None else ADAPTERS, expected)
+        if REFERENCE in self.groups:
+            self._check_group(REFERENCE, expected)
+        master = any(spec.dtype != torch.float32 for spec in trained.values())
+        kinds = (*(MOMENTS if self.steps else ()), *([MASTER] if master else []))
+        moments = {
+            f"{kind}.{spec.name}": (spec.shape, torch.float32) for kind in kinds for spec in trained.values()
+        }
+        self._check_group(OPTIMIZER, moments)
+        if "cpu" not in self.random(0):
+            raise CheckpointError(f"{self.source}: random.safetensors lacks the generator state 'cpu'")
+
+    def _check_group(self, group: str, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        files = self.groups[group]
+        for name in sorted(expected.keys() | files.names):
+            found = files.described(name) if name in files.names else "nothing"
+            if found != expected.get(name, "nothing"):
+                raise CheckpointError(
+                    f"{self.source}: {group} has {found} for {name}, "
+                    f"this policy needs {expected.get(name, 'nothing')}"
+                )
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make ``directory`` ready for a save, and remove what a save that was killed has left in it.
 
     Raises:
-        CheckpointError: the directory holds something already, or cannot be written.
+        CheckpointError: it holds a checkpoint or anything else, or cannot be written.
     """
-    groups = {"weights": state.weights, "optimizer": state.optimizer, "random": state.random}
-    if state.reference is not None:
-        groups[_REFERENCE] = state.reference
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
+        found = list(directory.iterdir())
+        if any(not _LEFTOVER.fullmatch(path.name) for path in found):
             raise CheckpointError(f"{directory} is not empty; save into a new directory")
-        for group, tensors in groups.items():
-            write_tensors(_file(directory, group), tensors)
-        manifest = {
-            "format": FORMAT,
-            "dtype": dtype,
-            "model": asdict(shape),
-            "optimizer": asdict(state.optimizer_settings),
-            "steps": state.steps,
-            "groups": list(groups),
-        }
-        write_json(directory / MANIFEST, manifest)
-        sync_path(directory)
+        for path in found:
+            path.unlink()
     except OSError as error:
         raise CheckpointError(f"the policy cannot be saved to {directory}: {error}") from error
 
 
-def read_state(directory: Path, shape: ModelShape, dtype: str) -> PolicyState:
-    """Read what :func:`write_state` wrote for a policy of this shape and type.
+def write_files(directory: Path, files: Iterable[SavedFile]) -> dict[str, list[str]]:
+    """Write one rank's files, on disk when this returns; their names by group.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    written: dict[str, list[str]] = {}
+    for file in files:
+        write_tensors(directory / file.name, file.tensors)
+        written.setdefault(file.group, []).append(file.name)
+    return written
+
+
+def write_manifest(
+    directory: Path,
+    files: Iterable[Mapping[str, list[str]]],
+    origin: Origin,
+    steps: int,
+    optimizer_settings: OptimizerSettings,
+) -> None:
+    """Make a checkpoint of the files that all ranks wrote; from here on it loads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    groups: dict[str, list[str]] = {}
+    for written in files:
+        for group, names in written.items():
+            groups.setdefault(group, []).extend(names)
+    content = {
+        "format": FORMAT,
+        **origin.described(),
+        "optimizer": asdict(optimizer_settings),
+        "steps": steps,
+        "files": groups,
+    }
+    write_json(directory / _UNFINISHED_MANIFEST, content)
+    # The data files' entries must not reach the disk after the manifest's.
+    sync_path(directory)
+    os.replace(directory / _UNFINISHED_MANIFEST, directory / MANIFEST)
+    sync_path(directory)
+    sync_path(directory.parent)
+
+
+def read_checkpoint(directory: Path, origin: Origin) -> SavedPolicy:
+    """Open what was saved for a policy of this origin, in this or an older format.
 
     Raises:
         CheckpointError: a file is missing or broken, or the checkpoint is of another model.
     """
     try:
         manifest = read_json(directory / MANIFEST)
-        _check_origin(manifest, directory, shape, dtype)
-        wanted = [*_ALWAYS, *([_REFERENCE] if _REFERENCE in manifest["groups"] else [])]
-        groups = {group: read_tensors(_file(directory, group)) for group in wanted}
+        _check_origin(manifest, directory, origin)
+        groups = {
+            group: TensorFiles.of([directory / _plain(name) for name in names], f"{directory}: {group}")
+            for group, names in _files(manifest).items()
+        }
+        trained = WEIGHTS if origin.lora is None else ADAPTERS
+        missing = [group for group in (trained, OPTIMIZER, RANDOM) if group not in groups]
+        if missing:
+            raise KeyError(f"no files of {', '.join(missing)}")
         optimizer: dict[str, Any] = manifest["optimizer"]
         optimizer["betas"] = tuple(optimizer["betas"])
         settings = OptimizerSettings(**optimizer)
-        steps = int(manifest["steps"])
-    except (ModelDirectoryError, KeyError, TypeError, ValueError) as error:
+        return SavedPolicy(directory, groups, int(manifest["steps"]), settings)
+    except (ModelDirectoryError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{directory} is no complete policy checkpoint: {error}") from error
-    return PolicyState(
-        weights=groups["weights"],
-        optimizer=groups["optimizer"],
-        random=groups["random"],
-        reference=groups.get(_REFERENCE),
-        steps=steps,
-        optimizer_settings=settings,
-    )
 
 
-def check_tensors(state: PolicyState, specs: Mapping[str, WeightSpec], source: Path | str) -> None:
-    """Refuse a state with other tensors than a model of ``specs`` (by name) needs.
-
-    Raises:
-        CheckpointError: a tensor is missing, one too many, or of another shape or type.
-    """
-    expected = {spec.name: (spec.shape, spec.dtype) for spec in specs.values()}
-    _check_group("weights", state.weights, expected, source)
-    if state.reference is not None:
-        _check_group(_REFERENCE, state.reference, expected, source)
-    master = any(spec.dtype != torch.float32 for spec in specs.values())
-    kinds = (*(MOMENTS if state.steps else ()), *([MASTER] if master else []))
-    expected = {
-        f"{kind}.{spec.name}": (spec.shape, torch.float32) for kind in kinds for spec in specs.values()
-    }
-    _check_group("optimizer", state.optimizer, expected, source)
-    if "cpu" not in state.random:
-        raise CheckpointError(f"{source}: random.safetensors lacks the generator state 'cpu'")
+def _files(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
+    """File names by group."""
+    if manifest["format"] == 1:
+        return {group: [f"{group}.safetensors"] for group in manifest["groups"]}
+    return dict(manifest["files"])
 
 
-def _check_group(
-    group: str,
-    tensors: Mapping[str, torch.Tensor],
-    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    source: Path | str,
-) -> None:
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            raise CheckpointError(
-                f"{source}: {group}.safetensors has {found.get(name, 'nothing')} for {name}, "
-                f"this policy needs {expected.get(name, 'nothing')}"
-            )
+def _plain(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"{MANIFEST} names the file {name!r}, which is not beside it")
+    return name
 
 
-def _file(directory: Path, group: str) -> Path:
-    return directory / f"{group}.safetensors"
-
-
-def _check_origin(manifest: Mapping[str, Any], directory: Path, shape: ModelShape, dtype: str) -> None:
+def _check_origin(manifest: Mapping[str, Any], directory: Path, origin: Origin) -> None:
     found_format = manifest.get("format")
-    if found_format != FORMAT:
-        raise CheckpointError(f"{directory} has format {found_format!r}, this version reads {FORMAT}")
-    expected = {"dtype": dtype, **asdict(shape)}
-    found = {"dtype": manifest.get("dtype"), **manifest.get("model", {})}
+    if found_format not in range(1, FORMAT + 1):
+        raise CheckpointError(
+            f"{directory} has format {found_format!r}, this version reads 1 to {FORMAT}; "
+            "load it with a newer version of rl-policy-megatron"
+        )
+    content = origin.described()
+    # What a shape did not have yet when the checkpoint was made, it had by default.
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(ModelShape)
+        if field.default is not dataclasses.MISSING
+    }
+    expected = {**content, **content.pop("model")}
+    found = {key: manifest.get(key) for key in content} | defaults | dict(manifest.get("model", {}))
     for key in expected | found:
-        if expected.get(key) != found.get(key):
+        if key != "model" and expected.get(key) != found.get(key):
             raise CheckpointError(
                 f"{directory} was saved with {key} = {found.get(key)!r}, this policy has "
                 f"{expected.get(key)!r}; load it into a policy of the same model and settings"

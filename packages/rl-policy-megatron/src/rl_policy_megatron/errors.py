@@ -33,3 +33,43 @@ class CheckpointError(PolicyError):
 
 class RuntimeStateError(PolicyError):
     """A call that the policy's current state does not allow."""
+
+
+class PeerError(PolicyError):
+    """Another rank of this policy failed, so this one gave up as well; says which and why.
+
+    Attributes:
+        rank: the number of the rank that failed; -1 where it is not known.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RendezvousError(PolicyError):
+    """The ranks of a policy did not all meet in time.
+
+    Attributes:
+        missing: numbers of the ranks that did not come, as far as they are known.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class RankError(PolicyError):
+    """A call to the ranks of a policy failed: the first of them to fail, and why.
+
+    Attributes:
+        rank: its number; -1 where no rank was asked.
+        call: the method that was called.
+        answered: whether the rank itself raised the cause, and so lives on.
+    """
+
+    def __init__(self, message: str, rank: int = -1, call: str = "", *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.call = call
+        self.answered = answered

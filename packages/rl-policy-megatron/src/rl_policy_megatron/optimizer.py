@@ -10,6 +10,7 @@ import torch
 
 from . import cpu_adapter
 from .errors import NonFiniteGradientError
+from .lora import AdapterMap
 from .mapping import WeightMap
 from .mcore import (
     DistributedDataParallel,
@@ -89,17 +90,24 @@ class PolicyOptimizer:
             self._megatron.step_with_ready_grads()
         return norm
 
-    def gradients(self, weight_map: WeightMap) -> dict[str, torch.Tensor]:
+    def gradients(self, weight_map: WeightMap | AdapterMap) -> dict[str, torch.Tensor]:
         """Copies of the accumulated float32 gradients, by HF name, on the CPU."""
-        weights: Iterable[tuple[str, Any]] = self._model.named_parameters()
+        weights: Iterable[tuple[str, Any]] = self._trained()
         grads = ((name, weight.main_grad) for name, weight in weights)
         return {name: grad.cpu().clone() for name, grad in weight_map.to_hf(grads)}
 
-    def state(self, weight_map: WeightMap) -> tuple[int, dict[str, torch.Tensor]]:
-        """Number of updates made, and the float32 state as ``{kind}.{HF name}`` → tensor."""
-        steps = 0
+    @property
+    def steps(self) -> int:
+        """Number of updates made."""
+        for _, weight in self._trained():
+            main, inner = self._main(weight)
+            return int(inner.state.get(main, {}).get("step", 0))
+        return 0
+
+    def state(self, weight_map: WeightMap | AdapterMap) -> dict[str, torch.Tensor]:
+        """The float32 state as ``{kind}.{HF name}`` → tensor; shares memory with the optimizer."""
         tensors: dict[str, torch.Tensor] = {}
-        for parameter, weight in self._model.named_parameters():
+        for parameter, weight in self._trained():
             main, inner = self._main(weight)
             entry = inner.state.get(main, {})
             kinds = {kind: entry[kind] for kind in MOMENTS if kind in entry}
@@ -108,20 +116,20 @@ class PolicyOptimizer:
             for kind, tensor in kinds.items():
                 for name, part in weight_map.split(parameter, tensor.detach()):
                     tensors[f"{kind}.{name}"] = part
-            if "step" in entry:
-                steps = int(entry["step"])
-        return steps, tensors
+        return tensors
 
-    def set_state(self, weight_map: WeightMap, steps: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Continue from what :meth:`state` returned."""
+    def set_state(
+        self, weight_map: WeightMap | AdapterMap, steps: int, read: Callable[[str], torch.Tensor]
+    ) -> None:
+        """Continue from ``steps`` updates and the tensors that :meth:`state` returned, read by name."""
 
         def reader(kind: str) -> Callable[[str], torch.Tensor]:
-            return lambda name: tensors[f"{kind}.{name}"]
+            return lambda name: read(f"{kind}.{name}")
 
         for part in self._megatron.chained_optimizers:
             part.optimizer.state.clear()
         with torch.no_grad():
-            for parameter, weight in self._model.named_parameters():
+            for parameter, weight in self._trained():
                 main, inner = self._main(weight)
                 if main is not weight:
                     main.copy_(weight_map.merge(parameter, reader(MASTER)))
@@ -131,6 +139,10 @@ class PolicyOptimizer:
                         moments[kind] = torch.empty_like(main)
                         moments[kind].copy_(weight_map.merge(parameter, reader(kind)))
                     inner.state[main] = {"step": torch.tensor(float(steps)), **moments}
+
+    def _trained(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """The parameters that have gradients and state; frozen ones have neither."""
+        return ((name, weight) for name, weight in self._model.named_parameters() if weight.requires_grad)
 
     def _main(self, weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.optim.Optimizer]:
         """The tensor that AdamW updates for a weight, and the AdamW that holds its state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import cpu_adapter, runtime
-from .checkpoint import PolicyState, check_tensors, read_state, write_state
+from .adapters import Adapters, is_adapter
+from .checkpoint import ADAPTERS, OPTIMIZER, RANDOM, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
 from .errors import RuntimeStateError
 from .export import publish_model
 from .hf_config import read_model_shape
@@ -19,8 +20,10 @@ from .mapping import WeightMap, WeightSpec
 from .microbatch import Batch, check_batch
 from .model import PolicyModel, build_model, load_weights
 from .optimizer import PolicyOptimizer, wrap_for_training
+from .saver import PendingSave, Saver
 from .schedule import LossFunction, Schedule, Totals
 from .settings import OptimizerSettings, PolicySettings
+from .tensor_files import digest
 
 
 class MegatronPolicy:
@@ -56,6 +59,8 @@ class MegatronPolicy:
         try:
             self._model = build_model(shape, self._dtype, self.settings.recompute)
             load_weights(self._model, self._weight_map, self.model_directory)
+            self._adapters = self._adapted(self._model)
+            self._trained_map = self._weight_map if self._adapters is None else self._adapters.map
             self._wrapped = wrap_for_training(self._model)
             self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings())
             self._schedule = Schedule(self._model, self.settings)
@@ -64,6 +69,8 @@ class MegatronPolicy:
             runtime.release()
             raise
         self._reference: PolicyModel | None = None
+        self._saver = Saver()
+        self._base_digest: str | None = None
         self._closed = False
 
     @property
@@ -102,18 +109,30 @@ class MegatronPolicy:
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """As :meth:`logprobs`, under the weights that :meth:`keep_reference` froze.
 
+        With adapters there is always a reference, at first the base itself; it shares the policy's weights.
+
         Raises:
             BatchError: the batch breaks its contract.
             RuntimeStateError: no reference is kept.
         """
         self._require_open()
+        if self._adapters is not None:
+            with self._adapters.reference():
+                return self._schedule.logprobs(batch)
         if self._reference is None:
             raise RuntimeStateError("no reference weights are kept; call keep_reference() before training")
         return Schedule(self._reference, self.settings).logprobs(batch)
 
     def keep_reference(self) -> None:
-        """Freeze a copy of the current weights for :meth:`reference_logprobs`; replaces an earlier one."""
-        self._set_reference(dict(self.stream_weights()))
+        """Freeze a copy of the current weights for :meth:`reference_logprobs`; replaces an earlier one.
+
+        With adapters only these are copied, and not even they while they add nothing.
+        """
+        self._require_open()
+        if self._adapters is not None:
+            self._adapters.keep_reference()
+            return
+        self._set_reference(dict(self.stream_weights()).__getitem__)
 
     def token_logits(self, batch: Batch) -> torch.Tensor:
         """``[B, S, V]`` float32 logits on the CPU, untempered; ``[b, i]`` predicts token ``i + 1``.
@@ -169,7 +188,7 @@ class MegatronPolicy:
         """
         self._require_open()
         with self._accumulated(batch, loss_fn):
-            return self._optimizer.gradients(self._weight_map)
+            return self._optimizer.gradients(self._trained_map)
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start the optimizer afresh, without moments, under new settings; weights stay."""
@@ -189,15 +208,18 @@ class MegatronPolicy:
     def refit_spec(self) -> tuple[WeightSpec, ...]:
         """What :meth:`stream_weights` yields, in its order."""
         return tuple(
-            WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.stream_weights()
+            WeightSpec(name, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in self._hf_weights(self.model)
         )
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and tensors, in the policy's type and on its device; a tied head is not repeated.
 
-        Tensors may share memory with the model: read them before the next update, never write.
+        Adapters are merged into what they belong to. Tensors may share memory with the model: read
+        them before the next update, never write.
         """
-        yield from self._hf_weights(self.model)
+        weights = self._hf_weights(self.model)
+        yield from weights if self._adapters is None else self._adapters.merged(weights)
 
     def export_hf(self, directory: Path | str) -> None:
         """Write a Hugging Face model directory: weights, config.json, and the source's tokenizer files.
@@ -210,43 +232,74 @@ class MegatronPolicy:
     def save(self, directory: Path | str) -> None:
         """Write weights, optimizer, reference and random state into an empty or new directory.
 
+        What a killed save left in the directory is replaced. With adapters these are written in place
+        of the weights, and a digest of the base.
+
         Raises:
-            CheckpointError: the directory is not empty or cannot be written.
+            CheckpointError: the directory is not empty or cannot be written; or an earlier
+                :meth:`save_async` failed and nobody was told yet.
+        """
+        self.save_async(directory).wait()
+
+    def save_async(self, directory: Path | str) -> PendingSave:
+        """As :meth:`save`, but only copy the state; a thread writes it while training goes on.
+
+        What is saved is the state at this call. One save at a time: the next one, :meth:`load` and
+        :meth:`shutdown` wait for it. Memory: one more copy of what is saved, until it is written.
+
+        Raises:
+            CheckpointError: the directory is not empty or cannot be made; or an earlier save failed
+                and nobody was told yet.
         """
         self._require_open()
-        steps, optimizer = self._optimizer.state(self._weight_map)
-        state = PolicyState(
-            weights=dict(self.stream_weights()),
-            optimizer=optimizer,
-            random=self._random.state(),
-            reference=None if self._reference is None else dict(self._hf_weights(self._reference)),
-            steps=steps,
-            optimizer_settings=self._optimizer.settings,
+        optimizer = self._optimizer
+        return self._saver.start(
+            Path(directory), self._saved_files, self._origin(), optimizer.steps, optimizer.settings
         )
-        write_state(Path(directory), state, self._weight_map.shape, self.settings.dtype)
 
     def load(self, directory: Path | str) -> None:
         """Become what :meth:`save` wrote, optimizer settings and reference included.
 
         Raises:
-            CheckpointError: incomplete, broken, or of another model or type; the policy is unchanged.
+            CheckpointError: incomplete, broken, or of another model or type, the policy being
+                unchanged; or an earlier :meth:`save_async` failed and nobody was told yet.
         """
         self._require_open()
-        state = read_state(Path(directory), self._weight_map.shape, self.settings.dtype)
-        check_tensors(state, {spec.name: spec for spec in self.refit_spec()}, directory)
-        self._fill(self._model, state.weights)
-        self.reset_optimizer(state.optimizer_settings)
-        self._optimizer.set_state(self._weight_map, state.steps, state.optimizer)
-        self._random.set_state(state.random)
+        self._saver.settle()
+        saved = read_checkpoint(Path(directory), self._origin())
+        adapters = self._adapters
+        saved.check(
+            {spec.name: spec for spec in self.refit_spec()}, None if adapters is None else adapters.map.specs
+        )
+        reference = saved.groups.get(REFERENCE)
+        if adapters is None:
+            self._fill(self._model, saved.groups[WEIGHTS].read)
+        else:
+            adapters.fill(saved.groups[ADAPTERS].read)
+        self.reset_optimizer(saved.optimizer_settings)
+        self._optimizer.set_state(self._trained_map, saved.steps, saved.groups[OPTIMIZER].read)
+        self._random.set_state(saved.random(0))
         self._reference = None
-        if state.reference is not None:
-            self._set_reference(state.reference)
+        if adapters is not None:
+            adapters.set_reference(None if reference is None else reference.read)
+        elif reference is not None:
+            self._set_reference(reference.read)
 
     def shutdown(self) -> None:
-        """Release memory and, with the last policy, what was set up for the process; idempotent."""
+        """Release memory and, with the last policy, what was set up for the process; idempotent.
+
+        Raises:
+            CheckpointError: the last :meth:`save_async` failed and nobody was told; all is released.
+        """
         if self._closed:
             return
         self._closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         del self._model, self._wrapped, self._optimizer, self._schedule
         self._reference = None
         if torch.cuda.is_available():
@@ -276,13 +329,45 @@ class MegatronPolicy:
         finally:
             self._optimizer.zero_grad()
 
-    def _set_reference(self, weights: dict[str, torch.Tensor]) -> None:
+    def _adapted(self, model: PolicyModel) -> Adapters | None:
+        lora = self.settings.lora
+        return None if lora is None else Adapters(model, self._weight_map.shape, lora, self.settings.seed)
+
+    def _origin(self) -> Origin:
+        """What this policy's checkpoints belong to."""
+        if self._adapters is not None and self._base_digest is None:
+            self._base_digest = digest(self._hf_weights(self._model))
+        return Origin(self._weight_map.shape, self.settings.dtype, self.settings.lora, self._base_digest)
+
+    def _saved_files(self) -> list[SavedFile]:
+        """Copies, in this machine's memory, of all that a checkpoint holds."""
+        part, adapters = "00-00", self._adapters
+        if adapters is None:
+            trained, reference = dict(self._hf_weights(self._model)), None
+            if self._reference is not None:
+                reference = dict(self._hf_weights(self._reference))
+        else:
+            trained, reference = adapters.tensors(), adapters.reference_tensors()
+        random = {f"0.{device}": state for device, state in self._random.state().items()}
+        files = [
+            SavedFile.copied(WEIGHTS if adapters is None else ADAPTERS, part, trained),
+            SavedFile.copied(OPTIMIZER, part, self._optimizer.state(self._trained_map)),
+            SavedFile.copied(RANDOM, "00", random),
+        ]
+        return files if reference is None else [*files, SavedFile.copied(REFERENCE, part, reference)]
+
+    def _set_reference(self, read: Callable[[str], torch.Tensor]) -> None:
         reference = build_model(self._weight_map.shape, self._dtype)
-        self._fill(reference, weights)
+        self._fill(reference, read)
         self._reference = reference.requires_grad_(False)
 
     def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._weight_map.to_hf((name, weight.detach()) for name, weight in model.named_parameters())
+        """The model's own weights, without adapters."""
+        return self._weight_map.to_hf((name, weight.detach()) for name, weight in self._own_weights(model))
 
-    def _fill(self, model: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
-        self._weight_map.fill(dict(model.named_parameters()), weights.__getitem__, "the saved weights")
+    def _fill(self, model: PolicyModel, read: Callable[[str], torch.Tensor]) -> None:
+        self._weight_map.fill(dict(self._own_weights(model)), read, "the saved weights")
+
+    @staticmethod
+    def _own_weights(model: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, weight) for name, weight in model.named_parameters() if not is_adapter(name))

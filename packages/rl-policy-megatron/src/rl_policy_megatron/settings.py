@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .layout import ParallelLayout
+from .lora import LoraSettings
 
 DType = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "full"]
@@ -34,6 +35,7 @@ class PolicySettings:
             the distribution that the rollouts were sampled from.
         seed: of the policy's own random stream, which only a loss function that draws can consume.
         layout: how the model lies over the processes of torch.distributed; one process by default.
+        lora: train adapters beside the weights, which stay as they are; None trains the weights.
 
     Raises:
         ValueError: a value outside its range, naming it.
@@ -48,6 +50,7 @@ class PolicySettings:
     temperature: float = 1.0
     seed: int = 0
     layout: ParallelLayout = field(default_factory=ParallelLayout)
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -66,6 +69,12 @@ class PolicySettings:
             raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+        if self.lora is not None and self.layout.model_ranks * self.layout.expert > 1:
+            raise ValueError(
+                "lora needs a layout of tensor = pipeline = expert = 1, got "
+                f"{self.layout.tensor}, {self.layout.pipeline}, {self.layout.expert}; "
+                "data-parallel ranks are what is left"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,31 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-class TensorDirectory:
-    """The safetensors of an HF-format directory, read one tensor at a time.
+class TensorFiles:
+    """Tensors of several safetensors files by name, read one at a time.
 
-    Raises:
-        ModelDirectoryError: no weights, a broken file, or an index that points outside the directory.
+    Args:
+        file_of: the file of each tensor.
+        source: what messages call the collection.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._file_of = self._locate()
+    def __init__(self, file_of: Mapping[str, Path], source: object) -> None:
+        self._file_of = dict(file_of)
+        self._source = source
+        self._opened: dict[Path, Any] = {}
 
-    def _locate(self) -> dict[str, Path]:
-        index = self._directory / INDEX_FILE
-        if not index.exists():
-            single = self._directory / SINGLE_FILE
-            if not single.exists():
-                raise ModelDirectoryError(
-                    f"{self._directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
-                    "save the model in safetensors format"
-                )
-            return {name: single for name in tensor_names(single)}
-        file_names: dict[str, str] = read_json(index).get("weight_map", {})
-        for file_name in set(file_names.values()):
-            if Path(file_name).name != file_name or not (self._directory / file_name).is_file():
-                raise ModelDirectoryError(f"{index} names the file {file_name!r}, which is not beside it")
-        return {name: self._directory / file_name for name, file_name in file_names.items()}
+    @classmethod
+    def of(cls, paths: Iterable[Path], source: object) -> TensorFiles:
+        """All tensors of ``paths``; a name that several files have is read from the first.
+
+        Raises:
+            ModelDirectoryError: a file is missing or broken.
+        """
+        file_of: dict[str, Path] = {}
+        for path in paths:
+            for name in tensor_names(path):
+                file_of.setdefault(name, path)
+        return cls(file_of, source)
 
     @property
     def names(self) -> frozenset[str]:
@@ -56,13 +56,54 @@ class TensorDirectory:
         Raises:
             ModelDirectoryError: there is no such tensor.
         """
+        return self._file(name).get_tensor(name)
+
+    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of one tensor, from the file's header.
+
+        Raises:
+            ModelDirectoryError: there is no such tensor.
+        """
+        # A slice of nothing has the tensor's own type, whatever safetensors calls it.
+        piece = self._file(name).get_slice(name)
+        shape = tuple(piece.get_shape())
+        return shape, (piece[:0] if shape else self.read(name)).dtype
+
+    def _file(self, name: str) -> Any:
         path = self._file_of.get(name)
         if path is None:
+            raise ModelDirectoryError(f"{self._source} holds no tensor {name!r}, which its model needs")
+        if path not in self._opened:
+            self._opened[path] = _open(path)
+        return self._opened[path]
+
+
+class TensorDirectory(TensorFiles):
+    """The safetensors of an HF-format directory, read one tensor at a time.
+
+    Raises:
+        ModelDirectoryError: no weights, a broken file, or an index that points outside the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(_locate(directory), directory)
+
+
+def _locate(directory: Path) -> dict[str, Path]:
+    index = directory / INDEX_FILE
+    if not index.exists():
+        single = directory / SINGLE_FILE
+        if not single.exists():
             raise ModelDirectoryError(
-                f"{self._directory} holds no tensor {name!r}, which its config.json implies"
+                f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                "save the model in safetensors format"
             )
-        with _open(path) as file:
-            return file.get_tensor(name)
+        return dict.fromkeys(tensor_names(single), single)
+    file_names: dict[str, str] = read_json(index).get("weight_map", {})
+    for file_name in set(file_names.values()):
+        if Path(file_name).name != file_name or not (directory / file_name).is_file():
+            raise ModelDirectoryError(f"{index} names the file {file_name!r}, which is not beside it")
+    return {name: directory / file_name for name, file_name in file_names.items()}
 
 
 def _open(path: Path) -> Any:
@@ -78,10 +119,14 @@ def tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one file, on the CPU."""
-    with _open(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names, types, shapes and bits of tensors: equal exactly when all of these are."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        on_host = tensor.detach().cpu().contiguous()
+        sha.update(f"{name}\0{on_host.dtype}\0{tuple(on_host.shape)}\0".encode())
+        sha.update(on_host.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -115,7 +160,7 @@ def write_sharded(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], 
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """One JSON file, on disk when this returns."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     sync_path(path)

@@ -1,0 +1,168 @@
+"""Saves in the background: the state is copied at the call and written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .checkpoint import Origin, SavedFile, prepare_directory, write_files, write_manifest
+from .errors import CheckpointError, PeerError
+from .settings import OptimizerSettings
+
+# The longest that anything here waits, for a disk or for another rank.
+SAVE_SECONDS = 1800.0
+
+
+class PendingSave:
+    """A save that goes on by itself; made by ``MegatronPolicy.save_async``."""
+
+    def __init__(self, directory: Path, write: Callable[[], None]) -> None:
+        self.directory = directory
+        self._write = write
+        self._error: BaseException | None = None
+        self._told = False
+        # Not a daemon: a process that ends in good order completes its save first.
+        self._thread = threading.Thread(target=self._run, name=f"save {directory.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float = SAVE_SECONDS) -> None:
+        """Return once the checkpoint is complete and on disk, on every rank.
+
+        Raises:
+            CheckpointError: it could not be saved (the first cause is chained), or is not complete
+                after ``timeout_s`` seconds; then it goes on and can be waited for again.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"saving the policy to {self.directory} takes longer than {timeout_s:g} s; it goes on: "
+                "wait longer, or save to a faster disk"
+            )
+        if self._error is not None:
+            self._told = True
+            raise CheckpointError(
+                f"the policy cannot be saved to {self.directory}: {self._error}"
+            ) from self._error
+
+    def settle(self) -> None:
+        """As :meth:`wait`, but silent about a failure that :meth:`wait` has told before."""
+        if not (self._told and self.done):
+            self.wait()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # kept for whoever waits: a thread has nobody to tell
+            self._error = error
+
+
+class Saver:
+    """One policy's saves, one after another. In a world of several ranks every method is collective."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._group: Any = None
+
+    def start(
+        self,
+        directory: Path,
+        snapshot: Callable[[], list[SavedFile]],
+        origin: Origin,
+        steps: int,
+        optimizer_settings: OptimizerSettings,
+    ) -> PendingSave:
+        """Copy the state now and write it in a thread.
+
+        Args:
+            directory: new or empty, on a file system that all ranks see.
+            snapshot: copies of what this rank writes; collective.
+            origin: of the policy.
+            steps: updates made.
+            optimizer_settings: of the policy's optimizer.
+
+        Raises:
+            CheckpointError: on every rank, if the directory cannot be used, or the previous save failed
+                and nobody was told yet.
+        """
+        self.settle()
+        self.together(lambda: prepare_directory(directory) if self._first else None)
+        files = snapshot()
+
+        def write() -> None:
+            written = self.together(lambda: write_files(directory, files))
+            files.clear()
+            self.together(
+                lambda: (
+                    write_manifest(directory, written, origin, steps, optimizer_settings)
+                    if self._first
+                    else None
+                )
+            )
+
+        self._pending = PendingSave(directory, write)
+        return self._pending
+
+    def settle(self) -> None:
+        """Wait for the pending save.
+
+        Raises:
+            CheckpointError: it failed, and nobody was told yet.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    def close(self) -> None:
+        """Wait for the pending save and release the ranks' group; raises as :meth:`settle`."""
+        try:
+            self.settle()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """Do something on every rank; what each made of it, by rank, or an error on all of them.
+
+        Raises:
+            PeerError: another rank failed; names it and its cause.
+            Exception: whatever ``work`` raised here.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        outcomes = self._exchange(
+            (result, None if failure is None else f"{type(failure).__name__}: {failure}")
+        )
+        if failure is not None:
+            raise failure
+        for rank, (_, cause) in enumerate(outcomes):
+            if cause is not None:
+                raise PeerError(f"rank {rank} failed: {cause}", rank=rank)
+        return [made for made, _ in outcomes]
+
+    @property
+    def _first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _exchange(self, value: Any) -> list[Any]:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [value]
+        if self._group is None:
+            # Of its own, because the writing thread uses it while training communicates.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
