@@ -225,6 +225,18 @@ def test_half_a_character_is_refused_as_any_other_unknown_field() -> None:
     assert (error["code"], error["type"], error["param"]) == (400, "InvalidRequestError", "\ud800")
 
 
+def test_nothing_that_would_be_fetched_gets_to_vllm() -> None:
+    def asked(part: dict[str, Any], path: str) -> tuple[httpx.Response, StandIn]:
+        return ask(saying({"content": "x"}), {"messages": [{"role": "user", "content": [part]}]}, path=path)
+
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response, app = asked({"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}, path)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages.0.content")
+        assert not app.bodies
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert asked(picture, "/v1/chat/completions")[1].bodies[0]["messages"][0]["content"] == [picture]
+
+
 def test_no_answer_in_time_ends_the_request_inside_vllm() -> None:
     async def hang(body: Any, exchange: Exchange) -> tuple[int, Any]:
         await asyncio.Event().wait()

@@ -302,6 +302,16 @@ class ServerContract:
         assert response.status_code == 400
         assert refusal(response)["param"] == "temperature"
 
+    def test_nothing_is_fetched_for_a_client(self, server: Any) -> None:
+        image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+        message = {"role": "user", "content": [{"type": "text", "text": "?"}, image]}
+        tokenized = server.client.post("/tokenize", json={"messages": [USER, message]})
+        for response in (server.ask([USER, message]), tokenized):
+            assert response.status_code == 400
+            error = refusal(response)
+            assert (error["type"], error["param"]) == ("InvalidRequestError", "messages.1.content")
+            assert "fetches nothing" in error["message"]
+
     def test_other_models_and_routes_are_typed_404s(self, server: Any) -> None:
         for response, kind in (
             (server.ask([USER], model="another"), "UnknownModelError"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..failures import InvalidRequestError
+from .media import check_media
 from .schemas import ChatMessage
 from .splice import carried_tokens, check_vocabulary, spliced_prompt
 
@@ -76,10 +77,12 @@ class ChatRenderer:
             required_prefix: exact tokens up to the end of the last assistant message.
 
         Raises:
-            InvalidRequestError: the template refuses them, or the tokens they carry cannot be those.
+            InvalidRequestError: they hold more than text, the template refuses them, or the tokens they
+                carry cannot be those.
         """
         settings = dict(template_settings or {})
         check_template_settings(settings)
+        check_media(messages)
         plain = [message.model_dump(exclude_none=True) for message in messages]
 
         async def render(conversation: list[dict[str, Any]], with_header: bool) -> str:

@@ -27,6 +27,7 @@ from ..server.asgi import (
     send_json,
     to_json,
 )
+from ..server.media import check_media
 from ..server.parsing import CalledTool, ParsedAnswer
 from ..server.pinning import PinnedRequest, check_model, pin
 from ..server.refusals import UnknownRouteError, refusal_of
@@ -253,6 +254,7 @@ def _typed(status: int, document: Any) -> Exception:
 
 def _exchange(body: ChatBody | TokenizeBody, pinned: PinnedRequest | None) -> Exchange:
     check_template_settings(body.chat_template_kwargs)
+    check_media(body.messages)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     return Exchange(carried_tokens(messages, body.required_prefix_token_ids), pinned)
 
