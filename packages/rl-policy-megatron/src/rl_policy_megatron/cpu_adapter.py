@@ -3,9 +3,10 @@
 megatron-core takes a CUDA device for granted in three ways, and each is answered by the narrowest
 means that exists:
 
-1. It asks ``torch.cuda`` for the current device, to put buffers there, and to synchronise. Without
-   CUDA these functions can only raise; while the adapter is installed they name the CPU and wait
-   for nothing, so no call that worked before behaves differently.
+1. It asks ``torch.cuda`` for the current device, to put buffers there, and to synchronise; experts
+   copy their token counts on a stream of their own. Without CUDA these functions can only raise;
+   while the adapter is installed they name the CPU, wait for nothing and give a stream that is
+   always empty, so no call that worked before behaves differently.
 2. It writes the literal ``device="cuda"`` in schedules and optimizers. A torch function mode, the
    mechanism of ``torch.set_default_device``, turns it into the CPU inside :func:`device_scope`.
 3. Its mixed-precision optimizer recognises parameters by type names such as
@@ -40,6 +41,20 @@ def device() -> torch.device:
     return _CPU if active() else torch.device("cuda", torch.cuda.current_device())
 
 
+class _HostStream:
+    """A queue of work that is done when it is given: what a CPU has in place of a CUDA stream."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _HostStream:
+        """An event that has happened: it is only ever synchronised with."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
 def install() -> None:
     """Answer ``torch.cuda``'s device questions for the CPU; no effect where CUDA exists."""
     global _installs
@@ -51,6 +66,9 @@ def install() -> None:
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: _CPU,
         "synchronize": lambda device=None: None,
+        "Stream": _HostStream,
+        "current_stream": lambda device=None: _HostStream(),
+        "stream": lambda stream: nullcontext(),
     }
     for name, answer in answers.items():
         _originals[name] = getattr(torch.cuda, name)

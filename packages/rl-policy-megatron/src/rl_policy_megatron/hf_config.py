@@ -18,13 +18,34 @@ class _Family:
     qkv_bias: bool
     qk_norm: bool
     default_head_dim: int | None = None
+    experts: bool = False
 
 
 FAMILIES = {
     "llama": _Family(qkv_bias=False, qk_norm=False),
     "qwen2": _Family(qkv_bias=True, qk_norm=False),
     "qwen3": _Family(qkv_bias=False, qk_norm=True, default_head_dim=128),
+    "qwen3_moe": _Family(qkv_bias=False, qk_norm=True, experts=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        count: experts of one layer.
+        chosen: experts that each token goes through.
+        intermediate: width of one expert's MLP.
+        renormalise: whether the weights of a token's experts are made to sum to 1.
+        dense_layers: numbers of the layers that have an ordinary MLP, ascending.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    renormalise: bool
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +66,11 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     rope: RopeShape
+    experts: ExpertShape | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer, counted from 0, is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,6 +138,36 @@ class _Reader:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             rope=self._rope(),
+            experts=self._experts() if family.experts else None,
+        )
+
+    def _experts(self) -> ExpertShape:
+        content, layers = self._content, self._integer("num_hidden_layers")
+        # transformers writes the second name since its version 5.
+        count = self._integer("num_experts" if "num_experts" in content else "num_local_experts")
+        chosen = self._integer("num_experts_per_tok")
+        if chosen > count:
+            raise ModelDirectoryError(
+                f"{self._path}: num_experts_per_tok {chosen} is more than the {count} experts that there are"
+            )
+        step = self._integer("decoder_sparse_step") if "decoder_sparse_step" in content else 1
+        listed = content.get("mlp_only_layers") or []
+        if not all(isinstance(layer, int) and 0 <= layer < layers for layer in listed):
+            raise ModelDirectoryError(
+                f"{self._path}: mlp_only_layers must list layers from 0 to {layers - 1}, got {listed!r}"
+            )
+        dense = tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+        if len(dense) == layers:
+            raise UnsupportedModelError(
+                f"{self._path}: mlp_only_layers and decoder_sparse_step leave no layer with experts; "
+                "give the model the model_type of its dense family"
+            )
+        return ExpertShape(
+            count=count,
+            chosen=chosen,
+            intermediate=self._integer("moe_intermediate_size"),
+            renormalise=bool(content.get("norm_topk_prob", False)),
+            dense_layers=dense,
         )
 
     def _integer(self, key: str) -> int:
@@ -129,12 +185,13 @@ class _Reader:
             "use_sliding_window": bool(content.get("use_sliding_window")),
             "layer_types": any(kind != "full_attention" for kind in content.get("layer_types") or ()),
             "quantization_config": content.get("quantization_config") is not None,
+            "shared_expert_intermediate_size": bool(content.get("shared_expert_intermediate_size")),
         }
         for key, is_refused in refused.items():
             if is_refused:
                 raise UnsupportedModelError(
                     f"{self._path}: {key} = {content[key]!r} is not supported; "
-                    "use a dense SwiGLU model with full attention, without biases and quantisation"
+                    "use a SwiGLU model with full attention, without biases, shared experts and quantisation"
                 )
 
     def _rope(self) -> RopeShape:

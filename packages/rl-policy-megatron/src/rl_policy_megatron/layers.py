@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from .mcore import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
+    submodules_of,
 )
+from .router import SoftmaxRouter
 
 
 class SDPACoreAttention(MegatronModule):
@@ -124,19 +128,35 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def block_spec(shape: ModelShape) -> TransformerBlockSubmodules:
-    """The whole decoder: equal layers and a final norm."""
+def block_spec(shape: ModelShape, layers: Iterable[int] | None = None) -> TransformerBlockSubmodules:
+    """The decoder's layers and its final norm.
+
+    Args:
+        shape: the model's.
+        layers: numbers of the layers to build, counted from 0 over the whole model; all by default.
+    """
     # megatron declares a module here, and builds one from a class.
     norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * shape.layers, layer_norm=norm)
+    numbers = range(shape.layers) if layers is None else layers
+    specs = {mixture: _layer_spec(shape, mixture) for mixture in {shape.has_experts(n) for n in numbers}}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[shape.has_experts(number)] for number in numbers], layer_norm=norm
+    )
 
 
-def _layer_spec(shape: ModelShape) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+def _layer_spec(shape: ModelShape, mixture: bool) -> ModuleSpec:
+    experts = shape.experts if mixture else None
+    spec = get_gpt_layer_local_spec(
+        num_experts=None if experts is None else experts.count,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = SDPACoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts is not None:
+        submodules_of(parts.mlp).router = partial(SoftmaxRouter, renormalise=experts.renormalise)
     return spec

@@ -8,6 +8,9 @@ Raises:
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from .quiet import quiet_megatron
 
 try:
@@ -25,6 +28,7 @@ try:
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import MegatronModule
+        from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,6 +45,7 @@ __all__ = [
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
@@ -49,4 +54,13 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "parallel_state",
+    "submodules_of",
 ]
+
+
+def submodules_of(part: Any) -> Any:
+    """The submodules of a part of a layer's spec, to be read and replaced.
+
+    Until 0.16 a part is a ModuleSpec; later versions bind a builder's ``submodules`` argument.
+    """
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules

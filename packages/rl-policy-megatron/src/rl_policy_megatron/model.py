@@ -134,8 +134,29 @@ def _transformer_config(shape: ModelShape, dtype: torch.dtype, recompute: Recomp
         gradient_accumulation_fusion=False,
         batch_p2p_comm=False,
         **recompute_config(recompute),
-        moe_token_dispatcher_type="alltoall",
+        **_experts_config(shape),
     )
+
+
+def _experts_config(shape: ModelShape) -> dict[str, Any]:
+    # The other dispatchers cannot pass tensors of varying length between pipeline stages, and
+    # megatron asks for that whether or not there are experts.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    experts = shape.experts
+    if experts is None:
+        return dispatcher
+    return {
+        **dispatcher,
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.chosen,
+        "moe_router_pre_softmax": True,
+        # Balance is a property of the whole batch, which no micro-batch knows: no term is added.
+        "moe_router_load_balancing_type": "none",
+        # One expert after the other: grouped multiplication needs CUDA kernels.
+        "moe_grouped_gemm": False,
+    }
 
 
 def _leave_as_is(tensor: torch.Tensor) -> torch.Tensor:
