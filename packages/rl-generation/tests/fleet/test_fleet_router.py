@@ -323,7 +323,7 @@ def test_f9_sixteen_hung_replicas_are_found_within_one_timeout(scripted_replica,
         for member in members:
             member.replica.alive, member.replica.hung = True, member.name != "r16"
         began = stopwatch()
-        verdicts = await examine(members, {m.name for m in members}, 0.2)
+        verdicts = await examine(members, 0.2)
         assert 0.2 <= stopwatch() - began <= 0.5
         assert [verdicts[member].alive for member in members] == [False] * 16 + [True]
         assert "r0: no answer to a probe within 0.2 s" in str(verdicts[members[0]].error)
@@ -378,6 +378,31 @@ def test_busy_with_real_work_is_not_hung(run, scripted, make_requests) -> None:
         while True:
             member = fleet.core.members[replica.name]
             member.tokens += len(await replica.generate(make(1)))
+
+    run(scene())
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_work_that_outlasts_the_engines_own_deadline_of_a_probe_is_not_its_death(
+    run, scripted, grows: bool
+) -> None:
+    """And work that came over HTTP, of which the fleet knows nothing, counts as any other."""
+
+    async def scene() -> None:
+        async with scripted(1) as fleet:
+            (replica,), sampled = fleet.replicas, iter(range(10**6))
+
+            async def probe() -> None:
+                await asyncio.sleep(0.1)
+                raise DeadlineError("r0: a probe did not end within 0.1 s")
+
+            async def health() -> dict[str, int]:
+                return {"sampled_tokens": next(sampled) if grows else 12}
+
+            replica.probe, replica.health = probe, health
+            for _ in range(3):
+                await fleet.core._supervisor.probe_once()
+            assert fleet.states == ["healthy" if grows else "dead"]
 
     run(scene())
 

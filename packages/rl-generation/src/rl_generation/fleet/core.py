@@ -59,7 +59,7 @@ class FleetCore:
         members = list(self.members.values())
         self._modes = Modes(members, self._router, settings)
         self._starts = Starts(self.members, self._modes, settings, lambda: self.version)
-        self._supervisor = Supervisor(members, self._router, settings, self._modes.quiet, self._starts.again)
+        self._supervisor = Supervisor(members, settings, self._modes.quiet, self._starts.again)
         self._dispatcher = Dispatcher(
             self.members, self._router, settings, lambda: self.version, self._supervisor.poke
         )

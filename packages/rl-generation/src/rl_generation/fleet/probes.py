@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from .member import Member, abandon
 PROGRESS_KEY = "sampled_tokens"
 """Key of :meth:`~rl_generation.fleet.replica.Engine.health` that grows while an engine works."""
 
-# What a second look at the count of a busy replica may take, as a share of the probe's timeout.
+# What a second look at the count of a late replica may take, as a share of the probe's timeout.
 _SECOND_LOOK = 0.25
 
 
@@ -37,28 +37,25 @@ class Verdict:
         return self.error is None
 
 
-async def examine(
-    members: Sequence[Member], busy: Collection[str], timeout_s: float
-) -> dict[Member, Verdict]:
+async def examine(members: Sequence[Member], timeout_s: float) -> dict[Member, Verdict]:
     """Sample one token from every replica, in parallel.
 
-    One that does not answer within ``timeout_s`` is fine all the same if it delivered tokens meanwhile, or if
-    its own count of sampled tokens grew. One that answers neither is found after ``timeout_s``, however many
-    they are.
+    One that does not answer within ``timeout_s``, or within the engine's own deadline for a probe, is fine if
+    it delivered tokens meanwhile, or if its own count of sampled tokens grew: it has other work, which need
+    not come from the fleet. One that answers neither is found after ``timeout_s``, however many they are.
 
     Args:
         members: whom to probe.
-        busy: names of those that have other work.
         timeout_s: for all of them together.
     """
     if not members:
         return {}
     delivered = {member: member.tokens for member in members}
     probes = {member: asyncio.ensure_future(member.replica.probe()) for member in members}
-    counts = {m: asyncio.ensure_future(m.replica.health()) for m in members if m.name in busy}
+    counts = {member: asyncio.ensure_future(member.replica.health()) for member in members}
     try:
         await asyncio.wait(probes.values(), timeout=timeout_s)
-        late = [member for member, probe in probes.items() if not probe.done()]
+        late = [member for member, probe in probes.items() if _is_late(probe)]
         before = {member: _count(counts.get(member)) for member in late}
         again = {
             member: asyncio.ensure_future(member.replica.health())
@@ -96,6 +93,12 @@ def _verdict(member: Member, probe: asyncio.Future[None], timeout_s: float) -> V
     except Exception as error:
         return Verdict(error)
     return Verdict()
+
+
+def _is_late(probe: asyncio.Future[None]) -> bool:
+    if not probe.done():
+        return True
+    return not probe.cancelled() and isinstance(probe.exception(), DeadlineError)
 
 
 def _count(health: asyncio.Future[dict[str, Any]] | None) -> int | None:

@@ -11,7 +11,6 @@ from typing import Any
 from ..failures import EngineDeadError
 from .member import Member, bounded
 from .probes import Verdict, examine
-from .router import Router
 from .settings import FleetSettings
 from .states import ReplicaEvent, ReplicaState
 
@@ -23,7 +22,6 @@ class Supervisor:
 
     Args:
         members: whom to look after.
-        router: knows who has work.
         settings: deadlines and budgets.
         quiet: whether replicas cannot answer probes now, since they are paused, asleep or in a refit; and a
             number that changes whenever that changes.
@@ -34,13 +32,11 @@ class Supervisor:
     def __init__(
         self,
         members: list[Member],
-        router: Router,
         settings: FleetSettings,
         quiet: Callable[[], tuple[bool, int]],
         begin: Callable[[Member], Coroutine[Any, Any, None]],
     ) -> None:
         self._members = members
-        self._router = router
         self._settings = settings
         self._quiet = quiet
         self._begin = begin
@@ -85,8 +81,7 @@ class Supervisor:
         if is_quiet or not members:
             return {}
         lives = {member: member.life for member in members}
-        busy = {m.name for m in members if self._router.endpoint(m.name).outstanding}
-        verdicts = await examine(members, busy, self._settings.probe_timeout_s)
+        verdicts = await examine(members, self._settings.probe_timeout_s)
         still_asked = self._quiet() == (False, epoch)
         for member, verdict in verdicts.items():
             if member.life != lives[member] or not member.live:

@@ -76,7 +76,6 @@ class SyncDriver:
         outputs = await self._in_turn(lambda: self._generate(prompts, arguments), len(requests))
         now = version()
         completions = [completion_of(output, now, self._settings.name) for output in outputs]
-        self._sampled += sum(len(completion.token_ids) for completion in completions)
         self._cached += sum(output.num_cached_tokens or 0 for output in outputs)
         return completions
 
@@ -141,7 +140,7 @@ class SyncDriver:
         await self.let_go()
 
     def counters(self) -> dict[str, int]:
-        """Grow with each batch that has ended."""
+        """Sampled tokens grow with each step of a batch, cached ones with each batch that has ended."""
         return {"sampled_tokens": self._sampled, "cached_prompt_tokens": self._cached}
 
     def in_flight(self) -> int:
@@ -171,10 +170,25 @@ class SyncDriver:
         # LLM reads it when it is built: the engine's loop runs in this process.
         with variable_set("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), making_processes("spawn"):
             self._llm = LLM(**arguments)
+        self._count_steps(self._llm.llm_engine.engine_core)
         config = self._llm.llm_engine.vllm_config
         require_unquantised(config, self._settings.name)
         pids = self._llm.collective_rpc("rl_pid")
         return facts_of(config, pids[0], tuple(pids))
+
+    def _count_steps(self, core: Any) -> None:
+        """Count tokens when vLLM's core gives them out: a batch may take longer than a probe may.
+
+        ``LLM`` takes no loggers as the asynchronous engine does.
+        """
+        get_output = core.get_output
+
+        def counted() -> Any:
+            step = get_output()
+            self._sampled += sum(len(output.new_token_ids) for output in step.outputs)
+            return step
+
+        core.get_output = counted
 
     def _generate(self, prompts: list[tuple[int, ...]], arguments: list[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams, TokensPrompt
