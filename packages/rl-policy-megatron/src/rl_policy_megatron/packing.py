@@ -8,6 +8,7 @@ speed, and about results no further than rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import TypeVar
 
 import torch
@@ -44,14 +45,19 @@ def plan_micro_batches(
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     if settings.micro_batch_tokens is None:
         return _dealt_by_rows(order, settings.micro_batch_size, ranks)
-    if settings.packing:
-        groups = _first_fit(order, sizes, settings.micro_batch_tokens)
-    else:
-        groups = _filled_rectangles(order, sizes, settings.micro_batch_tokens)
+    limit = settings.micro_batch_tokens
 
     def cost(rows: Rows) -> int:
         tokens = [sizes[row] for row in rows]
         return sum(tokens) if settings.packing else max(tokens, default=0) * len(tokens)
+
+    if settings.packing:
+        groups = _first_fit(order, sizes, limit)
+        levelled = _levelled(order, sizes, len(groups) + -len(groups) % ranks)
+        if all(len(rows) <= 1 or cost(rows) <= limit for rows in levelled):
+            groups = levelled
+    else:
+        groups = _filled_rectangles(order, sizes, limit)
 
     # Ranks wait for each other, so work is halved before any of them runs an empty micro-batch.
     while len(groups) % ranks:
@@ -92,7 +98,7 @@ def _filled_rectangles(order: Rows, sizes: Sequence[int], limit: int) -> list[Ro
 def _first_fit(order: Rows, sizes: Sequence[int], limit: int) -> list[Rows]:
     """First-fit decreasing: each row goes to the first group that has room for it.
 
-    At most 11/9 of the fewest possible groups, plus 6/9 (Dósa 2007).
+    Few groups: at most 11/9 of the fewest possible groups, plus 6/9 (Dósa 2007).
     """
     groups: list[Rows] = []
     room: list[int] = []
@@ -105,4 +111,15 @@ def _first_fit(order: Rows, sizes: Sequence[int], limit: int) -> list[Rows]:
         else:
             groups.append([row])
             room.append(limit - sizes[row])
+    return groups
+
+
+def _levelled(order: Rows, sizes: Sequence[int], count: int) -> list[Rows]:
+    """So many groups, each row to the one with the fewest tokens: about equal, whatever the limit."""
+    groups: list[Rows] = [[] for _ in range(count)]
+    heap = [(0, 0, index) for index in range(count)]
+    for row in order:
+        tokens, rows, index = heap[0]
+        groups[index].append(row)
+        heapreplace(heap, (tokens + sizes[row], rows + 1, index))
     return groups
