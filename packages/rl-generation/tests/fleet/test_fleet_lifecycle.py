@@ -126,6 +126,18 @@ def test_names_differ_and_somebody_is_there(run, scripted_replica) -> None:
     run(scene())
 
 
+def test_a_refit_that_one_dead_replica_would_fail_for_all_is_refused_at_once(run, scripted_replica) -> None:
+    """A collective counts its members before anybody knows who is alive."""
+
+    async def scene() -> None:
+        settings = FleetSettings(transport="collective")
+        with pytest.raises(ValueError, match=r"'collective' for 2 replicas.*shared_memory.*object_store"):
+            core([scripted_replica("a"), scripted_replica("b")], settings)
+        assert core([scripted_replica("a")], settings).version == 0
+
+    run(scene())
+
+
 def test_a_paused_fleet_lets_requests_wait(run, scripted, make_requests) -> None:
     async def scene() -> None:
         async with scripted(2) as fleet:

@@ -40,7 +40,7 @@ class FleetCore:
         version: of the weights that the fleet serves.
 
     Raises:
-        ValueError: no replicas, or two with one name.
+        ValueError: no replicas, two with one name, or several that would be refitted by a collective.
     """
 
     def __init__(
@@ -51,6 +51,13 @@ class FleetCore:
         self.members = {r.name: Member(r, settings.restarts, clock) for r in replicas}
         if len(self.members) < len(replicas):
             raise ValueError(f"replicas need different names, got {', '.join(r.name for r in replicas)}")
+        if settings.transport == "collective" and len(replicas) > 1:
+            # Its members are counted before anybody knows who will be alive.
+            raise ValueError(
+                f"transport is 'collective' for {len(replicas)} replicas: one that is dead or drops out "
+                "would fail the refit of all; choose shared_memory on one machine and object_store on "
+                "several, or build one replica over all GPUs"
+            )
         self.version = 0
         self._settings = settings
         self._router = Router()

@@ -36,7 +36,7 @@ class Fleet:
         settings: deadlines and budgets.
 
     Raises:
-        ValueError: no replicas, or two with one name.
+        ValueError: no replicas, two with one name, or several that would be refitted by a collective.
     """
 
     def __init__(self, replicas: Sequence[Replica], settings: FleetSettings | None = None) -> None:

@@ -71,7 +71,8 @@ class FleetSettings:
         refit_timeout_s: for a whole refit.
         source_timeout_s: for each call to the source of the weights.
         control_timeout_s: for health and kill of one replica.
-        transport: how the bytes of a refit travel.
+        transport: how the bytes of a refit travel; ``collective`` is for a fleet of one replica only, since
+            its members would all have to be alive.
         publishing: of :meth:`~rl_generation.fleet.fleet.Fleet.update_weights`, which publishes a stream of
             this process.
         restarts: of dead replicas.

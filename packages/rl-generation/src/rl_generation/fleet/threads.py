@@ -50,7 +50,12 @@ async def in_thread(work: Callable[[], T], what: str, timeout_s: float) -> T:
             return
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    done, _ = await asyncio.wait((result,), timeout=timeout_s)
+    try:
+        done, _ = await asyncio.wait((result,), timeout=timeout_s)
+    except asyncio.CancelledError:
+        # Otherwise a failure that comes later is reported as one that nobody looked at.
+        result.cancel()
+        raise
     if not done:
         result.cancel()
         raise DeadlineError(f"{what} did not end within {timeout_s:.3g} s")
