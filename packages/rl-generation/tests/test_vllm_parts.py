@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from rl_generation.failures import (
     ContextOverflowError,
@@ -25,9 +24,6 @@ from rl_generation.failures import (
     UnavailableBackendError,
 )
 from rl_generation.protocol import GenerationRequest, SamplingParams
-from rl_generation.refit.contract import Bucket, TensorPlace
-from rl_generation.refit.receive import BucketReader
-from rl_generation.refit.wire import bucket_from_json, bucket_to_json
 from rl_generation.server.reservation import ListenSettings
 from rl_generation.vllm import VllmSettings, VllmWorker, environment, parentage
 from rl_generation.vllm.arguments import engine_arguments, executor_name, sampling_arguments
@@ -35,7 +31,6 @@ from rl_generation.vllm.async_driver import AsyncDriver
 from rl_generation.vllm.environment import environment_for, is_cpu_build
 from rl_generation.vllm.faults import causes, converted
 from rl_generation.vllm.processes import start_method
-from rl_generation.vllm.relay import LocalRelay
 from rl_generation.vllm.seeds import mixed, request_seed
 from rl_generation.vllm.trouble import Trouble, guarded
 
@@ -271,25 +266,6 @@ def test_g1_g2_all_of_vllms_caches_are_emptied_and_one_that_is_not_is_an_error()
     engine.emptied = False
     with pytest.raises(RuntimeError, match="prefix cache"):
         asyncio.run(driver.drop_caches())
-
-
-def test_a_bucket_out_of_rays_store_is_put_where_the_engine_can_read_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([7], dtype=torch.bfloat16)}
-    places = (TensorPlace("a", (2, 3), "float32", 0), TensorPlace("b", (1,), "bfloat16", 64))
-    bucket = Bucket("object_store", object(), 66, places)
-    relay = LocalRelay()
-    monkeypatch.setattr(relay, "_reader", SimpleNamespace(tensors=lambda bucket: iter(tensors.items())))
-    with relay.nearby(bucket) as near:
-        path = Path(near.location["path"])
-        assert bucket_from_json(bucket_to_json(near)) == near
-        received = {name: tensor.clone() for name, tensor in BucketReader().tensors(near)}
-    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
-    assert not path.exists()
-    shared = Bucket("shared_memory", {"path": "p", "offset": 0}, 66, places)
-    with relay.nearby(shared) as near:
-        assert near is shared
 
 
 ORPHAN = """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 from ..failures import ContextOverflowError, InvalidRequestError
+from ..model_dtype import resolved_dtype
 from ..protocol import GenerationRequest
 from .seeds import request_seed
 from .settings import VllmSettings
@@ -16,6 +18,9 @@ LEAST_TEMPERATURE = 1e-2
 OWNER = "rl_generation_owner"
 """Where vLLM's configuration carries the id of the process that wants the engine."""
 
+TRANSPORT = "rl_generation_transport"
+"""Where it carries the fields of :class:`~rl_generation.refit.settings.TransportSettings`."""
+
 _CPU_KV_CACHE_BYTES = 256 << 20
 
 
@@ -23,7 +28,7 @@ def engine_arguments(settings: VllmSettings, *, cpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``EngineArgs``, except for the executor."""
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
-        "dtype": settings.dtype,
+        "dtype": resolved_dtype(settings.dtype, settings.model_dir),
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_num_seqs": settings.max_num_seqs,
         "seed": settings.engine_seed,
@@ -34,7 +39,7 @@ def engine_arguments(settings: VllmSettings, *, cpu: bool) -> dict[str, Any]:
         # The checkpoint's own sampling defaults never apply.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "additional_config": {OWNER: os.getpid()},
+        "additional_config": {OWNER: os.getpid(), TRANSPORT: dataclasses.asdict(settings.transport)},
         "worker_cls": f"{__package__}.{'cpu' if cpu else 'gpu'}_worker.RefitWorker",
         "disable_log_stats": True,
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ..failures import (
@@ -17,11 +18,14 @@ from ..failures import (
     UnavailableBackendError,
 )
 from ..fleet.replica import ReplicaFacts
+from ..fleet.threads import in_thread
 from ..protocol import Completion, GenerationRequest, RefitSpec, SamplingParams
 from ..refit.contract import Bucket, RefitAck
+from ..refit.wire import bucket_to_json
 from .arguments import check_prompt
 from .engine_state import EngineState
 from .faults import causes, converted
+from .relay import RelayedBucket, needs_relay
 from .settings import VllmSettings
 from .trouble import guarded
 
@@ -156,8 +160,9 @@ class EngineCore(EngineState):
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""
         self._require_started()
         async with self._control:
-            with self._weights.taking(bucket) as text:
-                await self._workers("rl_load_bucket", text)
+            with self._weights.taking(bucket):
+                async with self._within_reach(bucket) as near:
+                    await self._workers("rl_load_bucket", bucket_to_json(near))
 
     async def finish_refit(self) -> RefitAck:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""
@@ -264,6 +269,21 @@ class EngineCore(EngineState):
         self._dead.report(EngineDeadError, f"{self._name}: used after shutdown(); build a new engine")
         self._tell()
         await self._driver.close(timeout_s)
+
+    @asynccontextmanager
+    async def _within_reach(self, bucket: Bucket) -> AsyncGenerator[Bucket]:
+        """The scope in which the engine's own processes can open the bucket, perhaps by way of a copy."""
+        if not needs_relay(bucket):
+            yield bucket
+            return
+        copy = RelayedBucket(bucket, self._settings.transport)
+        what, timeout_s = "taking a bucket out of Ray's store", self._settings.refit_timeout_s
+        try:
+            # Both may take long, and this loop also serves and watches.
+            made = in_thread(copy.make, f"{self._name}: {what}", 2 * timeout_s)
+            yield await self._refitting(made, what)
+        finally:
+            copy.close()
 
     def _version_now(self) -> int:
         return self.weight_version

@@ -151,7 +151,9 @@ class VllmEngine:
         if spec is None:
             stream = list(stream)
             spec = spec_of_tensors(stream)
-        source = TensorSource(lambda: spec.tensors, lambda: stream, name=f"{self.name}: policy")
+        source = TensorSource(
+            lambda: spec.tensors, lambda: stream, self._settings.transport, name=f"{self.name}: policy"
+        )
         deadline = self._settings.refit_timeout_s
         try:
             announced = source.begin("shared_memory")

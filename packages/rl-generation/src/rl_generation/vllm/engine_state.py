@@ -115,10 +115,12 @@ class EngineState:
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
         what = method.removeprefix("rl_").replace("_", " ")
+        return await self._refitting(self._driver.call_workers(method, *arguments), what)
+
+    async def _refitting(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """One step of a refit: whatever goes wrong is of the refit, except for a death."""
         try:
-            return await self._within(
-                self._driver.call_workers(method, *arguments), what, self._settings.refit_timeout_s
-            )
+            return await self._within(work, what, self._settings.refit_timeout_s)
         except GenerationError as error:
             if isinstance(error, EngineDeadError):
                 raise

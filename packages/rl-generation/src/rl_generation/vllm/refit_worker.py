@@ -7,8 +7,9 @@ from typing import Any
 
 from ..refit.manifest import RefitProgress
 from ..refit.receive import BucketReader
+from ..refit.settings import TransportSettings
 from ..refit.wire import bucket_from_json, spec_from_json
-from .arguments import OWNER
+from .arguments import OWNER, TRANSPORT
 from .parentage import die_with_parent
 from .weight_loading import Loading, loading_for
 
@@ -29,7 +30,7 @@ class TakesWeights:
         super().__init__(vllm_config, *arguments, **named)  # pyrefly: ignore
         self._rl_progress: RefitProgress | None = None
         self._rl_loading: Loading | None = None
-        self._rl_reader = BucketReader()
+        self._rl_reader = BucketReader(TransportSettings(**vllm_config.additional_config[TRANSPORT]))
 
     def rl_pid(self) -> int:
         """Id of the process that holds this worker's weights."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..refit.settings import TransportSettings
 from .seeds import engine_seed
 
 _OWN = {
@@ -86,6 +87,7 @@ class VllmSettings:
             waits until they are done. The former, for which ``None`` stands then, needs a vLLM that records
             who sampled each token.
         trust_remote_code: run code that came with the model.
+        transport: of the policy's side of refits; its folder, address and deadline hold for the workers too.
         engine_arguments: passed on to vLLM's ``EngineArgs``.
         start_timeout_s: to load the model.
         request_timeout_s: for one request, waiting and pauses included.
@@ -118,6 +120,7 @@ class VllmSettings:
     start_method: Literal["fork", "spawn"] | None = None
     in_flight: Literal["continue", "drain"] | None = None
     trust_remote_code: bool = False
+    transport: TransportSettings = field(default_factory=TransportSettings)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     request_timeout_s: float = 1800.0

@@ -10,8 +10,7 @@ from ..protocol import RefitSpec
 from ..refit.checkpoint import spec_of_checkpoint
 from ..refit.contract import Bucket, RefitAck, manifest_digest
 from ..refit.manifest import TIED_HEAD, RefitProgress, require_fit
-from ..refit.wire import bucket_to_json, spec_to_json
-from .relay import LocalRelay
+from ..refit.wire import spec_to_json
 from .settings import VllmSettings
 
 
@@ -28,7 +27,6 @@ class WeightAccount:
         self._checkpoint_version = settings.weight_version
         self._progress = RefitProgress(settings.name, settings.weight_version)
         self._expected: RefitSpec | None = None
-        self._relay = LocalRelay()
         self._digest = ""
 
     @property
@@ -73,14 +71,14 @@ class WeightAccount:
         return spec_to_json(spec)
 
     @contextmanager
-    def taking(self, bucket: Bucket) -> Generator[str]:
-        """The scope in which workers load a bucket, which is given as they want it.
+    def taking(self, bucket: Bucket) -> Generator[None]:
+        """The scope in which workers load a bucket.
 
         Raises:
-            RefitError: outside a refit, a tensor is not as announced, or the bytes cannot be reached.
+            RefitError: outside a refit, or a tensor is not as announced.
         """
-        with self._progress.taking(bucket), self._relay.nearby(bucket) as near:
-            yield bucket_to_json(near)
+        with self._progress.taking(bucket):
+            yield
 
     def require_arriving(self, what: str) -> int:
         """The version that is arriving.
