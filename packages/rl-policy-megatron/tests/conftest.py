@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 61
 _SMALL = {
@@ -34,6 +34,13 @@ _LLAMA3_ROPE = {
     # Small, so that kept, blended and stretched frequencies all occur.
     "original_max_position_embeddings": 64,
 }
+_EXPERTS = {
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=False),
@@ -41,6 +48,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2-tied": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**_SMALL),
     "llama3-rope": lambda: LlamaConfig(**_SMALL, rope_scaling=dict(_LLAMA3_ROPE)),
+    "llama3-rope-tied": lambda: LlamaConfig(
+        **_SMALL, rope_scaling=dict(_LLAMA3_ROPE), tie_word_embeddings=True
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SMALL, **_EXPERTS),
+    "qwen3-moe-tied": lambda: Qwen3MoeConfig(**_SMALL, **_EXPERTS, tie_word_embeddings=True),
+    # Layers 0 and 3 are dense, the first because of the step, the last because it is listed.
+    "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
+        **{**_SMALL, **_EXPERTS, "num_hidden_layers": 4, "norm_topk_prob": False},
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "qwen3-moe-one": lambda: Qwen3MoeConfig(**_SMALL, **{**_EXPERTS, "num_experts_per_tok": 1}),
 }
 
 

@@ -34,7 +34,10 @@ class SoftmaxRouter(TopKRouter):
         logits = F.linear(input, self.weight).flatten(0, 1)
         scores = logits.softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.topk, dim=-1)
-        if self._renormalise:
+        if self._renormalise and self.topk == 1:
+            # The quotient is 1 and its gradient 0, but for a rounding error that AdamW would magnify.
+            weights = torch.ones_like(weights)
+        elif self._renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(logits).scatter(1, experts, weights.to(logits.dtype)), chosen
