@@ -53,7 +53,12 @@ class Engine(RefitTarget, Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling; requests in flight keep what they have."""
+        """Stop sampling; requests in flight keep what they have.
+
+        Raises:
+            BusyError: they have to end first and did not in time; the engine samples as before. This and any
+                failure that is not ``infra`` is a refusal; after another one nobody knows its state.
+        """
         ...
 
     async def resume(self) -> None:
@@ -61,7 +66,12 @@ class Engine(RefitTarget, Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give memory back."""
+        """Give memory back.
+
+        Raises:
+            BusyError: requests are in flight; the engine samples as before.
+            GenerationError: as of :meth:`pause`, a refusal.
+        """
         ...
 
     async def wake(self) -> None:
