@@ -160,12 +160,11 @@ def requests_of(
 
 
 def settings_for(folder: Path, name: str, **overrides: Any) -> Any:
-    """Of an engine on one of these models; it has no tokenizer."""
+    """Of an engine on one of these models, which are in float32; it has no tokenizer."""
     from rl_generation.vllm import VllmSettings
 
     values: dict[str, Any] = dict(
         name=name,
-        dtype="float32",
         max_model_len=CONTEXT,
         kv_cache_bytes=16 << 20,
         max_num_seqs=32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..model_dtype import resolved_dtype
 from .api import TrtllmApi
 from .settings import TrtllmSettings
 
@@ -19,7 +20,7 @@ def llm_arguments(settings: TrtllmSettings, api: TrtllmApi) -> dict[str, Any]:
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         "tensor_parallel_size": settings.tensor_parallel,
-        "dtype": settings.dtype,
+        "dtype": resolved_dtype(settings.dtype, settings.model),
         "load_format": settings.load_format,
         "max_seq_len": settings.max_context,
         "max_batch_size": settings.max_batch,
