@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,3 +216,39 @@ def ranks_of() -> Iterator[Callable[[int], Any]]:
     yield make
     for ranks in made.values():
         ranks.close()
+
+
+_OF_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # By default actors run at niceness 15 and starve beside whatever else a machine does.
+    "RAY_worker_niceness": "0",
+    # Keeps the cluster of this machine on its loopback address; read when Ray is imported.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RL_ACTOR_ENVS_SYSTEM": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of this machine with 8 CPUs, in turns where there are fewer, and no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _OF_RAY.items():
+            patch.setenv(name, value)
+        import ray
+
+        # The paths of its sockets must stay short.
+        scratch = tempfile.mkdtemp(prefix="rl-")
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            log_to_driver=False,
+            _temp_dir=scratch,
+        )
+        yield
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""Which of several ranks' failures came first in truth, and which only followed from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ..errors import PeerError, RankError, RendezvousError
+
+# How gloo, NCCL and the store speak of a rank that is gone, where the class of the error does not say so.
+_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo/", "nccl error")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one rank answered instead of a result.
+
+    Attributes:
+        rank: its number.
+        text: what happened, in one line.
+        cause: the error.
+        answered: whether the rank itself raised ``cause``, and so lives on.
+        follows: whether it says no more than that another rank failed.
+        named: the rank that failed according to it; -1 where it does not know.
+    """
+
+    rank: int
+    text: str
+    cause: BaseException | None
+    answered: bool = False
+    follows: bool = False
+    named: int = -1
+
+    def raised(self, call: str, world: int) -> RankError:
+        """The error that the caller gets, with its cause."""
+        rank = self.rank if self.named < 0 else self.named
+        error = RankError(f"rank {rank} of {world}: {self.text}", rank, call, answered=self.answered)
+        error.__cause__ = self.cause
+        return error
+
+
+def failure_of(rank: int, call: str, error: BaseException) -> Failure:
+    """A failure for what waiting for a rank's answer raised.
+
+    Args:
+        rank: that was asked.
+        call: the method.
+        error: of Ray, or what the rank itself raised.
+    """
+    from ray.exceptions import RayActorError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        return _own(rank, call, cause)
+    if isinstance(error, RayActorError):
+        return dead(rank, call, error)
+    return Failure(rank, f"{call} was lost: {type(error).__name__}: {_first_line(error)}", error)
+
+
+def dead(rank: int, call: str, error: BaseException | None = None) -> Failure:
+    """The failure of a rank whose process is gone."""
+    reason = "" if error is None else f": {_first_line(error)}"
+    return Failure(rank, f"it died during {call}{reason} (killed, or out of memory?)", error)
+
+
+def first_of(failures: list[Failure]) -> Failure:
+    """The one to blame: the earliest that follows from no other, else the most telling of the rest.
+
+    Args:
+        failures: in the order in which they came; at least one.
+    """
+    for failure in failures:
+        if not failure.follows:
+            return failure
+    return next((failure for failure in failures if failure.named >= 0), failures[0])
+
+
+def _own(rank: int, call: str, cause: Exception) -> Failure:
+    text = f"{call} failed: {type(cause).__name__}: {cause}"
+    if isinstance(cause, PeerError):
+        return Failure(rank, text, cause, answered=True, follows=True, named=cause.rank)
+    if isinstance(cause, RendezvousError):
+        missing = next(iter(cause.missing), -1)
+        return Failure(rank, text, cause, answered=True, follows=True, named=missing)
+    spoken = str(cause).lower()
+    gone = isinstance(cause, RuntimeError) and any(words in spoken for words in _GONE)
+    return Failure(rank, text, cause, answered=True, follows=gone or isinstance(cause, dist.DistError))
+
+
+def _first_line(error: BaseException) -> str:
+    """Ray's texts go on for pages; the line that tells how a process ended is not always the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    return next(iter(telling or lines), type(error).__name__)

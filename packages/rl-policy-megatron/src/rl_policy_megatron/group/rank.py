@@ -1,0 +1,236 @@
+"""One rank of a policy, made to be a Ray actor; usable in process as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..errors import RuntimeStateError
+from ..settings import OptimizerSettings
+from .lockstep import FollowingSide, LeadingSide, RefitSide
+from .processes import ProcessPlace
+from .rendezvous import LOOPBACK, Rendezvous, join, leave, serve
+from .settings import RankSettings
+
+if TYPE_CHECKING:
+    from ..mapping import WeightSpec
+    from ..microbatch import Batch
+    from ..policy import MegatronPolicy
+    from ..schedule import LossFunction
+
+_STATE_FILE = "worker.json"
+_Answer = TypeVar("_Answer")
+
+
+class PolicyRank:
+    """A :class:`~rl_policy_megatron.MegatronPolicy` that takes part in a world of ranks.
+
+    All ranks get the same calls with the same arguments in the same order. Their answers are equal, so only
+    rank 0 sends them; those of the others are ``None``. Nothing but :meth:`start` builds anything, because
+    Ray passes on what a method raises, and of a constructor only a text.
+
+    Args:
+        settings: of all ranks.
+        rank: number of this one, in ``[0, settings.world)``.
+    """
+
+    def __init__(self, settings: RankSettings, rank: int = 0) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._version = 0
+        self._store: Any = None
+        self._joined = False
+        self._made: MegatronPolicy | None = None
+        self._spec: tuple[WeightSpec, ...] | None = None
+        self._refit: RefitSide | None = None
+
+    def settle(self) -> ProcessPlace:
+        """Lead a process group, so that all that this process starts can be found; where it is."""
+        return ProcessPlace.settle()
+
+    def host(self, *places: ProcessPlace) -> Rendezvous:
+        """Open the rendezvous; on loopback if all ranks' ``places`` are on one machine.
+
+        Raises:
+            RendezvousError: the address of this node cannot be bound.
+        """
+        host = LOOPBACK if len({place.machine for place in places}) == 1 else _node_address()
+        self._store, rendezvous = serve(host, self._settings.rendezvous_timeout_s)
+        return rendezvous
+
+    def start(self, rendezvous: Rendezvous | None = None) -> dict[str, Any]:
+        """Meet the other ranks, and load the model.
+
+        Returns:
+            Facts for the log: ``parameters``, ``max_context``, ``pid``.
+
+        Raises:
+            RendezvousError: names the ranks that did not come.
+            PolicyError: of the model.
+        """
+        # The driver imports this module only to name the class.
+        from ..policy import MegatronPolicy
+
+        settings = self._settings
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(settings.threads or max(1, cores // settings.world))
+        if rendezvous is not None:
+            join(
+                rendezvous,
+                self._rank,
+                settings.world,
+                store=self._store,
+                timeout_s=settings.rendezvous_timeout_s,
+                collective_timeout_s=settings.collective_timeout_s,
+            )
+            self._joined = True
+        policy = MegatronPolicy(settings.model_directory, settings.policy, settings.optimizer)
+        self._made = policy
+        if self._rank:
+            self._refit = FollowingSide(policy.stream_weights, settings.refit_timeout_s)
+        elif settings.weight_source is not None:
+            self._refit = LeadingSide(settings.weight_source, self._announced, policy.stream_weights)
+        return {
+            "parameters": policy.parameter_count,
+            "max_context": policy.max_context,
+            "pid": os.getpid(),
+        }
+
+    def weight_version(self) -> int:
+        """How many updates have made the present weights."""
+        return self._version
+
+    def peak_memory_mb(self) -> float:
+        """Largest resident size of this process so far, in MiB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    def logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.logprobs`."""
+        return self._led(self.policy.logprobs(batch))
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.reference_logprobs`."""
+        return self._led(self.policy.reference_logprobs(batch))
+
+    def token_logits(self, batch: Batch) -> torch.Tensor | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.token_logits`."""
+        return self._led(self.policy.token_logits(batch))
+
+    def keep_reference(self) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.keep_reference`."""
+        self.policy.keep_reference()
+
+    def train(self, batch: Batch, loss_fn: LossFunction, learning_rate: float) -> dict[str, float] | None:
+        """One update, which makes a new version of the weights."""
+        self.policy.prepare_for_training()
+        metrics = self.policy.train(batch, loss_fn, learning_rate=learning_rate)
+        self._version += 1
+        return self._led(metrics)
+
+    def gradients(self, batch: Batch, loss_fn: LossFunction) -> dict[str, torch.Tensor] | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.gradients`."""
+        return self._led(self.policy.gradients(batch, loss_fn))
+
+    def reset_optimizer(self, optimizer: OptimizerSettings) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.reset_optimizer`."""
+        self.policy.reset_optimizer(optimizer)
+
+    def prepare_for_inference(self) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.prepare_for_inference`."""
+        self.policy.prepare_for_inference()
+
+    def prepare_for_training(self) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.prepare_for_training`."""
+        self.policy.prepare_for_training()
+
+    def refit_spec(self) -> tuple[WeightSpec, ...] | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.refit_spec`."""
+        return self._led(self._announced())
+
+    def begin(self, transport: Any) -> Any:
+        """Start a refit; until its end the weights must not change.
+
+        Raises:
+            RuntimeStateError: the settings name no source of weights.
+        """
+        # On all ranks, and before any of them starts to stream: asking takes collectives as well.
+        self._announced()
+        return self._refitting.begin(transport)
+
+    def next_bucket(self) -> Any:
+        """The next part of the refit; ``None`` after the last."""
+        return self._refitting.next_bucket()
+
+    def end(self) -> None:
+        """End a refit; idempotent, also after a failure in between."""
+        if self._refit is not None:
+            self._refit.end()
+
+    def export_hf(self, directory: str) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`."""
+        self.policy.export_hf(Path(directory))
+
+    def save(self, directory: str) -> None:
+        """Write the policy's state and the weights' version into ``directory``."""
+        self.policy.save(Path(directory))
+        if self._rank == 0:
+            with (Path(directory) / _STATE_FILE).open("w", encoding="utf-8") as file:
+                json.dump({"weight_version": self._version}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def load(self, directory: str) -> None:
+        """Restore what :meth:`save` wrote."""
+        self.policy.load(Path(directory))
+        state = json.loads((Path(directory) / _STATE_FILE).read_text(encoding="utf-8"))
+        self._version = int(state["weight_version"])
+
+    def shutdown(self) -> None:
+        """Release the policy and leave the world; idempotent."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.shutdown()
+        if self._joined:
+            self._joined = False
+            leave()
+        self._store = None
+
+    @property
+    def policy(self) -> MegatronPolicy:
+        """This rank's part of the policy.
+
+        Raises:
+            RuntimeStateError: it is not started, or was shut down.
+        """
+        if self._made is None:
+            raise RuntimeStateError(
+                f"rank {self._rank}: it was not started, or was shut down; start a new one"
+            )
+        return self._made
+
+    @property
+    def _refitting(self) -> RefitSide:
+        if self._refit is None:
+            raise RuntimeStateError(
+                f"rank {self._rank}: it has nobody to hand weights to; give RankSettings a weight_source"
+            )
+        return self._refit
+
+    def _announced(self) -> tuple[WeightSpec, ...]:
+        if self._spec is None:
+            self._spec = self.policy.refit_spec()
+        return self._spec
+
+    def _led(self, answer: _Answer) -> _Answer | None:
+        return answer if self._rank == 0 else None
+
+
+def _node_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
