@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -147,22 +147,25 @@ def test_a_policy_that_is_gone_is_a_failure_for_the_member(settings: TransportSe
         BucketReader(replace(settings, timeout_s=0.5)).tensors(bucket)
 
 
-def test_whoever_does_not_know_the_token_joins_nothing(settings: TransportSettings) -> None:
-    settings = replace(settings, token="right", timeout_s=3)
+def test_a_member_of_an_earlier_refit_joins_nothing_where_another_has_its_port(
+    settings: TransportSettings,
+) -> None:
+    settings = replace(settings, timeout_s=3)
     source = collective_source(settings, TWO)
     bucket = source.next_bucket()
     assert bucket is not None
+    earlier = replace(bucket, location={**bucket.location, "group": "an earlier one"})
     refused: list[Exception] = []
 
-    def intrude() -> None:
+    def come_late() -> None:
         try:
-            BucketReader(replace(settings, token="wrong", timeout_s=0.5)).tensors(bucket)
+            BucketReader(replace(settings, timeout_s=0.5)).tensors(earlier)
         except RefitError as error:
             refused.append(error)
 
-    stranger = threading.Thread(target=intrude)
-    stranger.start()
-    stranger.join(10)
+    late = threading.Thread(target=come_late)
+    late.start()
+    late.join(10)
     assert len(refused) == 1
     reader = BucketReader(settings)
     require_same(take(reader, bucket), {"a": TWO["a"]})
@@ -184,10 +187,21 @@ def test_the_store_listens_on_loopback_alone(settings: TransportSettings) -> Non
     source.end()
 
 
-def test_beyond_loopback_a_collective_needs_a_token() -> None:
-    with pytest.raises(ValueError, match=r"a collective at 0\.0\.0\.0 needs a token"):
-        TransportSettings(host="0.0.0.0")
-    TransportSettings(host="0.0.0.0", token="secret")
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "policy.example"])
+def test_beyond_loopback_a_collective_needs_a_network_that_is_said_to_be_trusted(host: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"anyone there could read the policy's weights.*trusted_network=True"
+    ):
+        TransportSettings(host=host)
+    assert TransportSettings(host=host, trusted_network=True).host == host
+    for loopback in ("127.0.0.1", "::1", "localhost"):
+        assert not TransportSettings(host=loopback).trusted_network
+
+
+def test_no_setting_of_a_transport_looks_like_a_secret() -> None:
+    # There is nobody whom it would keep out, and settings are logged with an engine's configuration.
+    names = {item.name for item in fields(TransportSettings)}
+    assert not {name for name in names if "token" in name or "secret" in name or "password" in name}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +221,7 @@ def test_no_place_in_a_collective_is_refused(settings: TransportSettings, locati
 
 @NO_GPU
 def test_nccl_without_a_gpu_says_what_is_missing(settings: TransportSettings) -> None:
-    location = {"host": "127.0.0.1", "port": 1, "backend": "nccl", "size": 2, "number": 0}
+    location = {"host": "127.0.0.1", "port": 1, "group": "g", "backend": "nccl", "size": 2, "number": 0}
     with pytest.raises(UnavailableBackendError, match=r"'nccl', which does not work here .* GPU: False"):
         BucketReader(settings).tensors(Bucket("collective", location, 0, ()))
     assert collective.best_backend() == "gloo"

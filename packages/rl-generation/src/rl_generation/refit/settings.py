@@ -16,8 +16,11 @@ class TransportSettings:
         folder: of shared-memory files; empty is the system's shared memory, or where a machine has none the
             folder of temporary files.
         receivers: processes that join a collective beside the policy.
-        host: address at which the policy accepts the members of a collective.
-        token: what members of a collective must know; needed when ``host`` is not loopback.
+        host: address at which the policy accepts the members of a collective. Whoever reaches it can take
+            part: neither the store at which members meet nor the broadcast itself, NCCL's or gloo's, knows
+            passwords or encryption. With loopback that is every process on this machine, of other users too.
+        trusted_network: only machines and users that may read and replace the policy's weights reach
+            ``host``; has to be said where that is not loopback.
         timeout_s: the longest that one step waits for the other side.
 
     Raises:
@@ -28,7 +31,7 @@ class TransportSettings:
     folder: str = ""
     receivers: int = 1
     host: str = "127.0.0.1"
-    token: str = ""
+    trusted_network: bool = False
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -38,5 +41,10 @@ class TransportSettings:
             raise ValueError(f"receivers must be at least 1, got {self.receivers}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {self.timeout_s}")
-        if self.host not in LOOPBACK and not self.token:
-            raise ValueError(f"a collective at {self.host} needs a token, because it is not loopback")
+        if self.host not in LOOPBACK and not self.trusted_network:
+            raise ValueError(
+                f"a collective at {self.host} is open to whoever reaches that address: anyone there could "
+                "read the policy's weights or send others to its engines, for a collective has no passwords; "
+                "set trusted_network=True if only your own machines reach it, or choose the transport "
+                "object_store"
+            )

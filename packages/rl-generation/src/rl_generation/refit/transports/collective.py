@@ -2,12 +2,17 @@
 
 NCCL where there are GPUs, gloo on the CPU. A group of the policy (rank 0) and ``receivers`` members is formed
 for each refit, beside whatever groups the processes have, over a store at ``host``.
+
+Nobody is authenticated: whoever reaches the store can list its keys, take a member's place and read the
+weights. So ``host`` is loopback unless ``trusted_network`` of
+:class:`~rl_generation.refit.settings.TransportSettings` says that nobody else reaches it. NCCL also opens
+sockets of its own, on the interfaces that ``NCCL_SOCKET_IFNAME`` names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import secrets
 import socket
 import threading
 import time
@@ -45,6 +50,7 @@ class CollectiveSender:
         self._size = settings.receivers + 1
         self._backend: GroupBackend = "gloo"
         self._store: Any = None
+        self._name = ""
         self._group: Any = None
         self._buffer: torch.Tensor | None = None
         self._sent = 0
@@ -61,6 +67,7 @@ class CollectiveSender:
         self.close()
         self._backend = best_backend()
         self._store = _serve_store(self._settings)
+        self._name = secrets.token_hex(8)
         self._buffer = torch.empty(capacity, dtype=torch.uint8, device=_device(self._backend))
         self._sent = 0
         self._closing = threading.Event()
@@ -83,6 +90,7 @@ class CollectiveSender:
         location = {
             "host": self._settings.host,
             "port": self._store.port,
+            "group": self._name,
             "backend": self._backend,
             "size": self._size,
             "number": self._sent,
@@ -111,12 +119,13 @@ class CollectiveSender:
         assert buffer is not None
         if self._group is None:
             self._await_members()
-            self._group = _join(self._backend, self._store, 0, self._size, self._settings)
+            keys = _keys_of(self._store, self._name)
+            self._group = _join(self._backend, keys, 0, self._size, self._settings)
         _broadcast(self._group, buffer[:nbytes], self._settings, f"{self._size - 1} receivers")
 
     def _await_members(self) -> None:
         # Torch would wait as well, but could not be stopped.
-        keys = _private_keys(self._store, self._settings)
+        keys = _keys_of(self._store, self._name)
         deadline = time.monotonic() + self._settings.timeout_s
         while (joined := keys.add(_MEMBERS, 0)) < self._size - 1:
             if time.monotonic() > deadline:
@@ -134,7 +143,7 @@ class CollectiveReceiver:
 
     def __init__(self, settings: TransportSettings) -> None:
         self._settings = settings
-        self._address: tuple[str, int] | None = None
+        self._address: tuple[str, int, str] | None = None
         self._store: Any = None
         self._group: Any = None
         self._received = 0
@@ -149,13 +158,14 @@ class CollectiveReceiver:
         require_transport(bucket, NAME)
         try:
             host, port = str(bucket.location["host"]), int(bucket.location["port"])
+            name = str(bucket.location["group"])
             backend, size = str(bucket.location["backend"]), int(bucket.location["size"])
             number = int(bucket.location["number"])
         except (KeyError, TypeError, ValueError) as error:
             raise RefitError(f"refit: {bucket.location!r} is no place in a collective") from error
-        if (host, port) != self._address:
+        if (host, port, name) != self._address:
             self.close()
-            self._enter(host, port, require_backend(backend), size)
+            self._enter((host, port, name), require_backend(backend), size)
         if number != self._received:
             raise RefitError(
                 f"refit: bucket {number} of a collective came; expected {self._received}; a member must take "
@@ -172,21 +182,22 @@ class CollectiveReceiver:
         _leave(group)
         self._store = None
 
-    def _enter(self, host: str, port: int, backend: GroupBackend, size: int) -> None:
+    def _enter(self, address: tuple[str, int, str], backend: GroupBackend, size: int) -> None:
+        host, port, name = address
         timeout = timedelta(seconds=self._settings.timeout_s)
         try:
             store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError as error:
             raise RefitError(f"refit: the policy's store at {host}:{port} does not answer") from error
-        shared = _private_keys(store, self._settings)
+        shared = _keys_of(store, name)
         rank = shared.add(_MEMBERS, 1)
         if rank >= size:
             raise RefitError(
                 f"refit: member {rank} of a collective for {size - 1}; set receivers to the number of "
                 "processes that load weights"
             )
-        self._group = _join(backend, store, rank, size, self._settings)
-        self._store, self._address, self._received = store, (host, port), 0
+        self._group = _join(backend, shared, rank, size, self._settings)
+        self._store, self._address, self._received = store, address, 0
 
 
 def best_backend() -> GroupBackend:
@@ -245,13 +256,13 @@ def _serve_store(settings: TransportSettings) -> Any:
     )
 
 
-def _private_keys(store: Any, settings: TransportSettings) -> Any:
-    # Whoever does not know the token waits for keys that nobody sets, and disturbs no one's.
-    return dist.PrefixStore("refit-" + hashlib.sha256(settings.token.encode()).hexdigest(), store)
+def _keys_of(store: Any, name: str) -> Any:
+    # Keeps a member that comes late, to a port that another refit has by now, out of that one's group. It is
+    # no secret: the store lists its keys to whoever asks.
+    return dist.PrefixStore(f"refit-{name}", store)
 
 
-def _join(backend: str, store: Any, rank: int, size: int, settings: TransportSettings) -> Any:
-    keys = _private_keys(store, settings)
+def _join(backend: str, keys: Any, rank: int, size: int, settings: TransportSettings) -> Any:
     timeout = timedelta(seconds=settings.timeout_s)
     try:
         if backend == "nccl":
@@ -266,7 +277,7 @@ def _join(backend: str, store: Any, rank: int, size: int, settings: TransportSet
     except RuntimeError as error:
         raise RefitError(
             f"refit: member {rank} of a collective of {size} found not all others within "
-            f"{settings.timeout_s:g} s; do they run, and know the token?"
+            f"{settings.timeout_s:g} s; do they run, and reach each other?"
         ) from error
 
 
