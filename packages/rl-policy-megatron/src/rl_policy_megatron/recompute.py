@@ -23,7 +23,7 @@ def keep_layers_differentiable(model: torch.nn.Module) -> None:
     does so when the embedding is trained; with adapters on frozen weights it would not.
     """
     # Absent from all pipeline stages but the first; the others' inputs always ask for gradients.
-    embedding = getattr(model, "embedding", None)
+    embedding: Any = getattr(model, "embedding", None)
     if embedding is not None:
         embedding.register_forward_hook(_ask_for_gradient)
 
