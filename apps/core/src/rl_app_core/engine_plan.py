@@ -21,6 +21,7 @@ from rl_generation.vllm.environment import is_cpu_build
 from rl_generation.vllm.settings import VllmSettings
 
 from .config import ConfigError, RunConfig
+from .engine_checks import check_cache, check_generation, check_names
 
 if TYPE_CHECKING:
     from rl_generation.vllm.server import VllmServerSettings
@@ -62,9 +63,13 @@ def check_engine(config: RunConfig) -> None:
         ConfigError: it is not installed, its environment is not built, or its settings contradict each
             other; names the remedy.
     """
-    plan = plan_engines(config, Path("model"))
+    plan = plan_engines(config, config.model.path or Path("model"))
     if plan is None:
         return
+    check_names(config)
+    settings = plan.settings[0]
+    if isinstance(settings, VllmSettings):
+        check_cache(config, settings, cpu=plan.actor == _VLLM["cpu"])
     try:
         make_actor_runtime_env(plan.actor)
     except ActorEnvironmentError as error:
@@ -84,11 +89,18 @@ def plan_engines(config: RunConfig, model_dir: Path) -> EnginePlan | None:
     engine = config.generation.engine
     if engine == "megatron":
         return None
+    check_generation(config)
     try:
         plan = _vllm_plan if engine == "vllm" else _trtllm_plan
         return plan(config, str(model_dir.resolve()))
-    except (ValueError, UnavailableBackendError) as error:
+    except UnavailableBackendError as error:
         raise ConfigError(f"generation.engine={engine}: {error}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        # It begins with the name of a field.
+        said = str(error).replace("llm_arguments", "engine_arguments")
+        raise ConfigError(f"generation.{engine}.{said}") from error
 
 
 def _vllm_plan(config: RunConfig, model_dir: str) -> EnginePlan:
@@ -163,7 +175,7 @@ def _device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
         )
     built_for: Device = "cpu" if is_cpu_build() else "cuda"
     if wanted not in ("auto", built_for):
-        raise ValueError(
+        raise ConfigError(
             f"generation.vllm.device={wanted}, and the vLLM of this environment is built for {built_for}"
         )
     return built_for
@@ -171,14 +183,7 @@ def _device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
 
 def _listen(config: RunConfig) -> ListenSettings:
     server = config.generation.server
-    token = None
-    if server.token_variable is not None:
-        token = os.environ.get(server.token_variable)
-        if not token:
-            raise ValueError(
-                f"generation.server.token_variable names {server.token_variable}, which is not set in the "
-                "environment of this process"
-            )
+    token = os.environ.get(server.token_variable) if server.token_variable is not None else None
     return ListenSettings(
         host=server.host, port_range=server.ports, token=token, advertised_host=server.advertised_host
     )

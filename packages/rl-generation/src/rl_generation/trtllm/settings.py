@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-_OWN = {
+OWN_ARGUMENTS = {
     "dtype": "dtype",
     "enable_sleep": "can_sleep",
     "kv_cache_config": "prefix_cache and gpu_memory_fraction",
@@ -22,6 +22,8 @@ _OWN = {
     "tensor_parallel_size": "tensor_parallel",
     "trust_remote_code": "trust_remote_code",
 }
+"""TensorRT-LLM's names of what is set by a field of :class:`TrtllmSettings`, and of which."""
+
 _FIXED = frozenset(
     {
         "backend",
@@ -135,8 +137,8 @@ class TrtllmSettings:
 
 
 def _refuse_argument(name: str) -> None:
-    if name in _OWN:
-        raise ValueError(f"llm_arguments has {name!r}; set {_OWN[name]} of the settings instead")
+    if name in OWN_ARGUMENTS:
+        raise ValueError(f"llm_arguments has {name!r}; set {OWN_ARGUMENTS[name]} of the settings instead")
     if name in _FIXED:
         raise ValueError(f"llm_arguments has {name!r}, which is not free: tokens would not be exact")
     if name in _UNSCORABLE:

@@ -21,7 +21,8 @@ OWNER = "rl_generation_owner"
 TRANSPORT = "rl_generation_transport"
 """Where it carries the fields of :class:`~rl_generation.refit.settings.TransportSettings`."""
 
-_CPU_KV_CACHE_BYTES = 256 << 20
+CPU_KV_CACHE_BYTES = 256 << 20
+"""On a CPU, where vLLM would take a share of the whole machine's memory."""
 
 
 def engine_arguments(settings: VllmSettings, *, cpu: bool) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def engine_arguments(settings: VllmSettings, *, cpu: bool) -> dict[str, Any]:
     }
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    kv_cache_bytes = settings.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if cpu else None)
+    kv_cache_bytes = settings.kv_cache_bytes or (CPU_KV_CACHE_BYTES if cpu else None)
     if kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_bytes
     if settings.can_sleep and not cpu:

@@ -18,6 +18,8 @@ from ..refit.publisher import TensorSource
 from .core import EngineCore
 from .driver import Driver
 from .environment import is_cpu_build, prepare_environment
+from .kv_cache import cache_fault, cache_shape
+from .offered import require_known
 from .settings import VllmSettings
 
 T = TypeVar("T")
@@ -88,6 +90,7 @@ class VllmEngine:
         if self._core is not None:
             await self.shutdown_async(self._settings.control_timeout_s)
         cpu = is_cpu_build()
+        self._require_possible(cpu)
         prepare_environment(self._settings, cpu=cpu)
         self._thread = LoopThread(self._settings.name)
         self._core = core = EngineCore(self._settings, self._make_driver(cpu))
@@ -250,6 +253,13 @@ class VllmEngine:
             NotReadyError: the engine was not started.
         """
         return await self._on_loop(work(self._running()))
+
+    def _require_possible(self, cpu: bool) -> None:
+        settings = self._settings
+        require_known(self.name, settings.engine_arguments, None)
+        fault = cache_fault(settings, cache_shape(settings.model_dir), cpu=cpu)
+        if fault is not None:
+            raise GenerationError(f"{self.name}: kv_cache_bytes: {fault}")
 
     def _make_driver(self, cpu: bool) -> Driver:
         # Here and not at the top: it takes vLLM's names when it is used.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..refit.settings import TransportSettings
 from .seeds import engine_seed
 
-_OWN = {
+OWN_ARGUMENTS = {
     "dtype": "dtype",
     "enable_prefix_caching": "prefix_cache",
     "enable_sleep_mode": "can_sleep",
@@ -23,6 +23,8 @@ _OWN = {
     "tensor_parallel_size": "tensor_parallel_size",
     "trust_remote_code": "trust_remote_code",
 }
+"""vLLM's names of what is set by a field of :class:`VllmSettings`, and of which."""
+
 _FIXED = frozenset(
     {
         "additional_config",
@@ -157,8 +159,8 @@ def _require_at_least(name: str, value: int, least: int) -> None:
 
 
 def _refuse_argument(name: str) -> None:
-    if name in _OWN:
-        raise ValueError(f"engine_arguments has {name!r}; set {_OWN[name]} of the settings instead")
+    if name in OWN_ARGUMENTS:
+        raise ValueError(f"engine_arguments has {name!r}; set {OWN_ARGUMENTS[name]} of the settings instead")
     if name in _FIXED:
         raise ValueError(f"engine_arguments has {name!r}, which is not free: tokens would not be exact")
     if name in _UNSCORABLE:

@@ -14,6 +14,7 @@ from ..server.reservation import ListenSettings, Reservation
 from ..server.settings import ServerSettings
 from .core import EngineCore
 from .engine import VllmEngine
+from .offered import require_known
 from .settings import VllmSettings
 from .sync_engine import VllmSyncEngine
 
@@ -73,6 +74,8 @@ class VllmWorker:
         Raises:
             GenerationError: see :meth:`VllmEngine.start`, or the server cannot be set up.
         """
+        if self._listen is not None:
+            require_known(self._settings.name, self._settings.engine_arguments, self._server)
         await self.reserve()
         reservation = self._reservation
         if reservation is not None and self._engine.started:
