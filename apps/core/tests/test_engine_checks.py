@@ -131,13 +131,13 @@ def test_without_vllms_files_names_are_left_to_its_start() -> None:
 
 def test_a_cache_too_small_for_one_request_is_refused_with_the_least_size() -> None:
     message = refused("generation.vllm.kv_cache_bytes=1000")
-    # 1024 tokens are 8 blocks of 128, each token 2 layers of a key and a value of 32 numbers in float32.
-    least = 8 * 128 * 2 * 2 * 32 * 4
+    # 1024 tokens are 8 blocks of 128, vLLM keeps one; a token is 2 layers of a key and a value of 32 floats.
+    least = 9 * 128 * 2 * 2 * 32 * 4
     assert message.startswith("generation.vllm.kv_cache_bytes: 1000 is too small")
     assert f"at least {least}" in message
     assert refused(f"generation.vllm.kv_cache_bytes={least - 1}")
     check(f"generation.vllm.kv_cache_bytes={least}")
-    check(f"generation.vllm.kv_cache_bytes={least // 8}", "generation.vllm.max_model_len=128")
+    check(f"generation.vllm.kv_cache_bytes={2 * least // 9}", "generation.vllm.max_model_len=128")
 
 
 def test_the_default_cache_is_refused_too_where_a_models_context_is_long(tmp_path: Path) -> None:
@@ -148,7 +148,9 @@ def test_the_default_cache_is_refused_too_where_a_models_context_is_long(tmp_pat
     words = [f"model.path={tmp_path}", "model.tiny=null"]
     message = refused(*words)
     assert "268435456, the default on a CPU, is too small for one request of 32768 tokens" in message
-    assert f"at least {32768 * 2 * 24 * 2 * 64 * 4}, or lower generation.vllm.max_model_len" in message
+    assert (
+        f"at least {(32768 + 128) * 2 * 24 * 2 * 64 * 4}, or lower generation.vllm.max_model_len" in message
+    )
     check(*words, "generation.vllm.max_model_len=4096")
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "max_position_embeddings": 32768, "layer_types": ["linear_attention"]})

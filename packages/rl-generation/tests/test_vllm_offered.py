@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_an_unknown_argument_ends_the_start_before_vllm_is_imported() -> None:
 @pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
 def test_an_unknown_parser_ends_the_start_before_anything_is_bound_or_loaded(key: str) -> None:
     contract = ServerSettings("policy", 8, 8)
-    server = VllmServerSettings(contract, **{key: "hermez"})
+    server = dataclasses.replace(VllmServerSettings(contract), **{key: "hermez"})
     worker = VllmWorker(VllmSettings("m"), ListenSettings(), server)
     with pytest.raises(GenerationError, match=f"vllm-0: {key}='hermez' is not a parser.*it knows"):
         asyncio.run(worker.start())
@@ -66,14 +67,14 @@ def test_an_unknown_parser_ends_the_start_before_anything_is_bound_or_loaded(key
 @pytest.mark.parametrize(
     ("settings", "tokens", "heads", "bytes_each"),
     [
-        ({"dtype": "float32"}, 384, 4, 4),
-        ({"dtype": "bfloat16", "max_model_len": 100}, 128, 4, 2),
-        ({"dtype": "float16", "engine_arguments": {"block_size": 32}}, 320, 4, 2),
-        ({"dtype": "float32", "tensor_parallel_size": 2}, 384, 2, 4),
-        ({"dtype": "float32", "tensor_parallel_size": 8}, 384, 1, 4),
+        ({"dtype": "float32"}, 512, 4, 4),
+        ({"dtype": "bfloat16", "max_model_len": 100}, 256, 4, 2),
+        ({"dtype": "float16", "engine_arguments": {"block_size": 32}}, 352, 4, 2),
+        ({"dtype": "float32", "tensor_parallel_size": 2}, 512, 2, 4),
+        ({"dtype": "float32", "tensor_parallel_size": 8}, 512, 1, 4),
     ],
 )
-def test_the_least_cache_keeps_one_request_in_whole_blocks(
+def test_the_least_cache_keeps_one_request_in_whole_blocks_beside_vllms_own(
     settings: dict[str, Any], tokens: int, heads: int, bytes_each: int
 ) -> None:
     shape = CacheShape(layers=3, kv_heads=4, head_dim=32, context=300)
@@ -86,6 +87,6 @@ def test_a_cache_below_it_ends_the_start_with_the_least(tmp_path: Path) -> None:
         '{"dtype": "float32", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,'
         ' "max_position_embeddings": 128}'
     )
-    least = 128 * 2 * 2 * 4 * 16 * 4
+    least = 2 * 128 * 2 * 2 * 4 * 16 * 4
     with pytest.raises(GenerationError, match=f"vllm-0: kv_cache_bytes: 99 is too small.*at least {least}"):
         VllmEngine(VllmSettings(str(tmp_path), kv_cache_bytes=99)).start()

@@ -58,7 +58,7 @@ def least_kv_cache_bytes(settings: VllmSettings, shape: CacheShape, *, cpu: bool
     """Bytes in which each process of the engine can keep one request of the longest context.
 
     ``2 · layers · kv_heads · head_dim · bytes`` for each token, in whole blocks, the heads shared out over
-    the tensor-parallel processes.
+    the tensor-parallel processes; and one block more, which vLLM keeps back.
 
     Args:
         settings: of the engine.
@@ -66,15 +66,17 @@ def least_kv_cache_bytes(settings: VllmSettings, shape: CacheShape, *, cpu: bool
         cpu: whether this vLLM is one for CPUs.
 
     Returns:
-        ``None`` where the type of the weights is unknown.
+        ``None`` where the type of the weights is unknown, or vLLM is told the number of blocks itself.
     """
     number = _BYTES.get(resolved_dtype(settings.dtype, settings.model_dir))
     block = settings.engine_arguments.get("block_size") or _BLOCK[cpu]
-    if number is None or not isinstance(block, int) or block < 1:
+    counted = "num_gpu_blocks_override" in settings.engine_arguments
+    if number is None or counted or not isinstance(block, int) or block < 1:
         return None
     tokens = settings.max_model_len or shape.context
     heads = max(1, shape.kv_heads // settings.tensor_parallel_size)
-    return -(-tokens // block) * block * 2 * shape.layers * heads * shape.head_dim * number
+    blocks = -(-tokens // block) + 1
+    return blocks * block * 2 * shape.layers * heads * shape.head_dim * number
 
 
 def cache_fault(settings: VllmSettings, shape: CacheShape | None, *, cpu: bool) -> str | None:
