@@ -16,12 +16,13 @@ from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 
 WORKER = "rl_app_core.workers.ColocatedWorker"
 GYM = "rl_gym_bridge.actor.NemoGym"
+RANK = "rl_policy_megatron.group.rank.PolicyRank"
 ENGINES = {
     "rl_generation.trtllm.worker.TrtllmWorker": ["trtllm"],
     "rl_generation.vllm.worker.VllmCpuWorker": ["vllm-cpu"],
     "rl_generation.vllm.worker.VllmWorker": ["vllm"],
 }
-ACTORS = [WORKER, *ENGINES, GYM]
+ACTORS = [WORKER, *ENGINES, GYM, RANK]
 THREE = (("a.First", "gym"), ("b.Second", "mcore"), ("c.Third", "gym mcore"))
 
 
@@ -73,7 +74,7 @@ def test_i7_without_uv_prefetch_says_how_to_get_it(mini: Any) -> None:
     assert done.returncode == 1
     assert "FAILED: uv, which builds environments" in done.stdout
     assert "pip install uv" in done.stdout
-    assert done.stderr == f"5 of 5 environments not built: {', '.join(ACTORS)}\n"
+    assert done.stderr == f"6 of 6 environments not built: {', '.join(ACTORS)}\n"
 
 
 def test_the_phases_follow_one_another(mini: Any) -> None:
@@ -87,7 +88,7 @@ def test_the_phases_follow_one_another(mini: Any) -> None:
 
 
 def test_without_rows_the_table_is_built_and_the_path_is_told(mini: Any) -> None:
-    assert {WORKER: ["mcore"], **ENGINES, GYM: ["gym"]} == ACTOR_ENVIRONMENTS
+    assert {WORKER: ["mcore"], **ENGINES, GYM: ["gym"], RANK: ["mcore"]} == ACTOR_ENVIRONMENTS
     told = {actor: mini.cli("path", actor) for actor in ACTORS}
     assert {(done.returncode, done.stderr) for done in told.values()} == {(0, "")}
     assert mini.cli("prefetch", "--only", WORKER).returncode == 0

@@ -25,6 +25,7 @@ ACTOR_ENVIRONMENTS: dict[str, list[str] | None] = {
     "rl_generation.vllm.worker.VllmCpuWorker": ["vllm-cpu"],
     "rl_generation.vllm.worker.VllmWorker": ["vllm"],
     "rl_gym_bridge.actor.NemoGym": ["gym"],
+    "rl_policy_megatron.group.rank.PolicyRank": ["mcore"],
 }
 """Fully qualified actor class → extras, in order; ``None`` is the driver's own interpreter."""
 
