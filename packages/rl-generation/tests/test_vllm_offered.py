@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,8 @@ def test_an_unknown_argument_ends_the_start_before_vllm_is_imported() -> None:
 @pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
 def test_an_unknown_parser_ends_the_start_before_anything_is_bound_or_loaded(key: str) -> None:
     contract = ServerSettings("policy", 8, 8)
-    server = dataclasses.replace(VllmServerSettings(contract), **{key: "hermez"})
+    wrong: dict[str, Any] = {key: "hermez"}
+    server = VllmServerSettings(contract, **wrong)
     worker = VllmWorker(VllmSettings("m"), ListenSettings(), server)
     with pytest.raises(GenerationError, match=f"vllm-0: {key}='hermez' is not a parser.*it knows"):
         asyncio.run(worker.start())

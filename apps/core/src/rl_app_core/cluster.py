@@ -13,6 +13,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from rl_generation.vllm.environment import variable_set
+from rl_generation.vllm.scratch import ROOT
+
 from .config.sections import Cluster
 from .guardian import guarded_children
 
@@ -68,7 +71,10 @@ def ray_cluster(settings: Cluster, logs: Path, *, actors: int = 1) -> Generator[
     # Ray's sockets live below this folder and their paths must stay short.
     scratch = Path(tempfile.mkdtemp(prefix="rl-"))
     try:
-        with guarded_children(scratch, wait_s=settings.shutdown_timeout_s):
+        with (
+            guarded_children(scratch, wait_s=settings.shutdown_timeout_s),
+            variable_set(ROOT, str(scratch)),
+        ):
             try:
                 with _connection(
                     "on this machine",

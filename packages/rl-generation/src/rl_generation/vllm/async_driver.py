@@ -28,6 +28,7 @@ from .processes import (
     wait_until_dead,
 )
 from .results import completion_of, prompt_scores
+from .scratch import start_files
 from .settings import VllmSettings
 
 _ASKED = 0.75
@@ -89,16 +90,13 @@ class AsyncDriver:
         self._drains = must_drain(settings, notes_versions=notes_versions)
         self._meter = TokenMeter()
         method = start_method(self._cpu, settings.cpu_threads, settings.start_method)
-        with making_processes(method), heap_frozen(), killed_after(settings.start_timeout_s):
-            self._engine = AsyncLLM.from_vllm_config(
-                config, stat_loggers=[self._meter.logger], disable_log_stats=True
-            )
-        manager = self._engine.engine_core.resources.engine_manager
-        self._roots = tuple(process.pid for process in manager.processes)
-        # Python waits for its children before vLLM's own finalizers would end them.
-        self._at_exit = functools.partial(kill_all, self._roots)
-        atexit.register(self._at_exit)
-        workers = await self.call_workers("rl_pid")
+        with start_files():
+            with making_processes(method), heap_frozen(), killed_after(settings.start_timeout_s):
+                self._engine = AsyncLLM.from_vllm_config(
+                    config, stat_loggers=[self._meter.logger], disable_log_stats=True
+                )
+            self._end_with_this_process()
+            workers = await self.call_workers("rl_pid")
         self._facts = facts_of(config, workers[0], tuple(dict.fromkeys([*self._roots, *workers])))
         return self._facts
 
@@ -235,6 +233,13 @@ class AsyncDriver:
         _close_sockets(engine.engine_core.resources)
         kill_all(wait_until_dead(left, 0.0))
         await asyncio.to_thread(wait_until_dead, left, timeout_s / 10)
+
+    def _end_with_this_process(self) -> None:
+        manager = self._engine.engine_core.resources.engine_manager
+        self._roots = tuple(process.pid for process in manager.processes)
+        # Python waits for its children before vLLM's own finalizers would end them.
+        self._at_exit = functools.partial(kill_all, self._roots)
+        atexit.register(self._at_exit)
 
     async def _run(self, token_ids: tuple[int, ...], sampling: Any) -> Any:
         request = f"{self._settings.name}-{next(self._numbers)}"

@@ -10,14 +10,14 @@ import gc
 import os
 
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from .arguments import OWNER
 from .parentage import die_with_parent
+from .scratch import meeting_there
 
 
-class OneProcess(UniProcExecutor):
+class OneProcess(uniproc_executor.UniProcExecutor):
     """The worker lives in the engine's process."""
 
     def _init_executor(self) -> None:
@@ -27,7 +27,8 @@ class OneProcess(UniProcExecutor):
         if self._is_alone:
             # vLLM collects several times on its way up, each time through everything that was imported.
             gc.freeze()
-        super()._init_executor()
+        with meeting_there(uniproc_executor):
+            super()._init_executor()
 
     def shutdown(self) -> None:
         """End the worker, and this process with it where it is for nothing else."""
@@ -39,7 +40,7 @@ class OneProcess(UniProcExecutor):
             os._exit(0)
 
 
-class ManyProcesses(MultiprocExecutor):
+class ManyProcesses(multiproc_executor.MultiprocExecutor):
     """One process per worker, each a child of the engine's."""
 
     def _init_executor(self) -> None:
@@ -47,4 +48,5 @@ class ManyProcesses(MultiprocExecutor):
         die_with_parent(owner)
         if os.getpid() != owner:
             gc.freeze()
-        super()._init_executor()
+        with meeting_there(multiproc_executor):
+            super()._init_executor()
