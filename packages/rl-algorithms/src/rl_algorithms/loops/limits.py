@@ -8,6 +8,7 @@ from ..protocols import PolicyGradientLoss
 from .samples import StepSamples
 from .settings import GRPOSettings
 from .state import LoopError, LoopState
+from .update import UpdateReport
 
 
 def check_loss(settings: GRPOSettings, loss_fn: PolicyGradientLoss) -> None:
@@ -45,15 +46,30 @@ def check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> N
         )
 
 
+def is_skipped(samples: StepSamples, update: UpdateReport, settings: GRPOSettings) -> bool:
+    """Whether a step made no update although not all of its answers are right."""
+    if update.updates:
+        return False
+    rewards = samples.rewards[samples.trained]
+    return not len(rewards) or bool((rewards < settings.success_reward).any())
+
+
+def why_nothing(samples: StepSamples) -> str:
+    """Why a step has made no update."""
+    if samples.trained.any():
+        return "the rewards of each of its groups are all equal, so no answer is better than another"
+    cause = f": {samples.failures[0].error}" if samples.failures else ""
+    return f"none of its samples is usable{cause}"
+
+
 def check_skipped(state: LoopState, samples: StepSamples, settings: GRPOSettings) -> None:
-    """That not too many steps in a row had nothing to train on.
+    """That not too many steps in a row had nothing to train on, or nothing to tell apart.
 
     Raises:
         LoopError: beyond the limit; with the first cause.
     """
     if state.skipped_in_a_row > settings.max_skipped_steps:
-        cause = samples.failures[0].error if samples.failures else "no failure was reported"
         raise LoopError(
-            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no usable sample, "
-            f"max_skipped_steps is {settings.max_skipped_steps}; first cause in this step: {cause}"
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row trained nothing, "
+            f"max_skipped_steps is {settings.max_skipped_steps}; in this step {why_nothing(samples)}"
         )

@@ -38,7 +38,9 @@ class GRPOSettings:
             the rollout source; one more ends the run.
         max_data_failures_share: share of a step's rollouts, in [0, 1], that may fail as data (an
             environment that failed in mid-rollout included); a larger one ends the run.
-        max_skipped_steps: steps in a row without any usable sample tolerated; one more ends it.
+        max_skipped_steps: steps in a row that may make no update, because no sample is usable or the
+            rewards of every group are all equal; one more ends the run. Steps that are all right do not
+            count.
         seed: of row order, mini-batches and shuffling.
 
     Raises:

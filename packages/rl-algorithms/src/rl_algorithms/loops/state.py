@@ -49,7 +49,8 @@ class LoopResult:
         held_out: every evaluation, oldest first; of a run that was not stopped, one of ``steps_done``.
         tokens: tokens that the policy sampled for training.
         seconds_generation, seconds_training, seconds_evaluation: wall-clock time of the parts.
-        skipped_steps: steps that trained nothing because no sample was usable.
+        skipped_steps: steps that made no update: no sample was usable, or none better than another
+            and not all right.
         failures: failed rollouts by kind.
     """
 

@@ -11,7 +11,7 @@ from ..batching import build_train_batch
 from ..checkpoint_files import read_json, write_json
 from ..checkpointing import Checkpoint, CheckpointStore
 from ..protocols import MetricsLogger, PolicyGradientLoss, PolicyTrainer, RolloutSource
-from .limits import check_failures, check_loss, check_skipped
+from .limits import check_failures, check_loss, check_skipped, is_skipped, why_nothing
 from .rows import rows_for_step
 from .samples import StepSamples, check_rollouts, judge
 from .settings import GRPOSettings
@@ -110,12 +110,13 @@ def run_grpo(
         update = _train(samples, settings, policy, loss_fn, pad_token_id=pad_token_id, step=step)
         seconds_training = time.perf_counter() - began
 
-        _advance(state, samples, step, seconds_generation, seconds_training)
+        skipped = is_skipped(samples, update, settings)
+        _advance(state, samples, step, seconds_generation, seconds_training, skipped=skipped)
         metrics = {
             **samples.metrics(settings),
             **update.metrics,
             "updates": float(update.updates),
-            "skipped": float(not samples.trained.any()),
+            "skipped": float(skipped),
             "learning_rate": settings.schedule(step),
             "seconds_generation": seconds_generation,
             "seconds_training": seconds_training,
@@ -178,7 +179,13 @@ def _measure_between_steps(
 
 
 def _advance(
-    state: LoopState, samples: StepSamples, step: int, seconds_generation: float, seconds_training: float
+    state: LoopState,
+    samples: StepSamples,
+    step: int,
+    seconds_generation: float,
+    seconds_training: float,
+    *,
+    skipped: bool,
 ) -> None:
     state.step = step
     state.tokens += samples.tokens
@@ -186,12 +193,13 @@ def _advance(
     state.seconds_training += seconds_training
     for kind, count in samples.failures_by_kind().items():
         state.failures[kind] = state.failures.get(kind, 0) + count
-    if samples.trained.any():
+    if not skipped:
         state.skipped_in_a_row = 0
-    else:
-        state.skipped_steps += 1
-        state.skipped_in_a_row += 1
-        logger.warning("step %d trains nothing: none of its samples is usable", step)
+        return
+    state.skipped_steps += 1
+    state.skipped_in_a_row += 1
+    if state.skipped_in_a_row == 1:
+        logger.warning("step %d trains nothing: %s", step, why_nothing(samples))
 
 
 def _report(step: int, metrics: Mapping[str, float], samples: StepSamples) -> StepReport:
