@@ -224,8 +224,9 @@ class Algorithm(Section):
     """Rollouts of one step that the infrastructure may fail before the run ends."""
     max_data_failures_share: Share = 0.5
     """Share of a step's rollouts that may fail for the row's or the environment's own fault."""
-    max_skipped_steps: Count = 2
-    """Steps in a row that may find nothing to train on."""
+    max_skipped_steps: Count = 10
+    """Steps in a row that may train nothing, because no sample is usable or the rewards of every group are
+    all equal; one more ends the run. Steps that are all right do not count."""
     shuffle_rewards: bool = False
     """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""
 
