@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-# Off a terminal a phase prints at most so many lines with a measurement and, where those are rare, without.
-_MEASURED_LINES = 12
+# Off a terminal a phase prints so many lines without a measurement, and more where it is silent for long.
 _PLAIN_LINES = 6
+_SILENT_S = 30.0
 
 
 class RunReporter:
     """Progress of the phases of a run, one after the other.
 
-    Off a terminal each phase prints at most 18 lines, whatever its length.
+    Off a terminal each phase prints every measurement, six lines more whatever its length, and one with the
+    first step that ends after half a minute without any.
+
+    Args:
+        console: where to.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
+        self._clock = clock
+        self._spoke_at = clock()
         self._live = console.is_terminal
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total = 0
         self._last_line = 0
-        self._last_measured = 0
 
     def __enter__(self) -> RunReporter:
         return self
@@ -40,12 +47,13 @@ class RunReporter:
     def line(self, text: str) -> None:
         """One line that stays."""
         self.console.print(escape(text), highlight=False, soft_wrap=True)
+        self._spoke_at = self._clock()
 
     def begin_phase(self, name: str, total: int, completed: int = 0) -> None:
         """Start counting a phase of ``total`` steps, ``completed`` of which are done already."""
         self.end_phase()
         self._total = total
-        self._last_line = self._last_measured = completed
+        self._last_line = completed
         if self._live:
             self._progress = Progress(
                 TextColumn("{task.description:<12}"),
@@ -67,11 +75,9 @@ class RunReporter:
             self.line(f"{name} {step:>4}/{self._total}  {note}")
 
     def _is_due(self, step: int, measured: bool) -> bool:
-        if measured:
-            due = step == self._total or (step - self._last_measured) * _MEASURED_LINES >= self._total
-            self._last_measured = step if due else self._last_measured
-        else:
-            due = not self._live and (step - self._last_line) * _PLAIN_LINES >= self._total
+        silent = self._clock() - self._spoke_at >= _SILENT_S
+        rare = (step - self._last_line) * _PLAIN_LINES >= self._total
+        due = measured or (not self._live and (rare or silent))
         self._last_line = step if due else self._last_line
         return due
 

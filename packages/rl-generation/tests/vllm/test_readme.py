@@ -31,11 +31,12 @@ def test_one_engine(
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is prepared that a reader would have to know of; what the example started is ended."""
     import ray
 
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="CRITICAL")
+    assert not ray.is_initialized()
     yield
     ray.shutdown()
 
@@ -43,7 +44,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_two_replicas(
     examples: list[str],
     model_folder: Callable[[str], Path],
-    cluster: None,
+    no_cluster: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run(examples[2], folder=model_folder("tied"))
