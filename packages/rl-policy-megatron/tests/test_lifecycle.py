@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_policy_megatron import MegatronPolicy, RuntimeStateError
+from rl_policy_megatron import MegatronPolicy, ParallelLayout, PolicySettings, RuntimeStateError
 
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -163,11 +163,11 @@ def test_gloo_is_kept_on_loopback_unless_told_otherwise(
     assert seen == ["lo", "lo,"]
 
 
-def test_several_processes_are_refused(model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    with pytest.raises(RuntimeStateError, match="spans 2 processes"):
-        MegatronPolicy(model_of("llama")[0])
+def test_a_layout_that_one_process_cannot_hold_is_refused(model_of: Callable[..., Any]) -> None:
+    settings = PolicySettings(layout=ParallelLayout(pipeline=2))
+    with pytest.raises(RuntimeStateError, match="world of 1 processes cannot hold"):
+        MegatronPolicy(model_of("llama")[0], settings)
+    assert not dist.is_initialized()
 
 
 def test_modes_and_limits(policy_of: Callable[..., Any], rows_of: Callable[..., Any]) -> None:

@@ -78,11 +78,9 @@ class SavedFile:
     tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def copied(cls, group: str, part: str, tensors: Mapping[str, torch.Tensor]) -> SavedFile:
+    def copied(cls, group: str, part: str, named: Iterable[tuple[str, torch.Tensor]]) -> SavedFile:
         """With copies in this machine's memory, which later updates leave alone."""
-        return cls(
-            group, part, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        )
+        return cls(group, part, {name: tensor.detach().to("cpu", copy=True) for name, tensor in named})
 
     @property
     def name(self) -> str:

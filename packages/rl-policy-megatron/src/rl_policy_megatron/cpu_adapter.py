@@ -1,16 +1,20 @@
 """What megatron-core needs to run without CUDA: the only place that changes anything outside this package.
 
-megatron-core takes a CUDA device for granted in three ways, and each is answered by the narrowest
+megatron-core takes a CUDA device for granted in four ways, and each is answered by the narrowest
 means that exists:
 
 1. It asks ``torch.cuda`` for the current device, to put buffers there, and to synchronise; experts
    copy their token counts on a stream of their own. Without CUDA these functions can only raise;
    while the adapter is installed they name the CPU, wait for nothing and give a stream that is
    always empty, so no call that worked before behaves differently.
-2. It writes the literal ``device="cuda"`` in schedules and optimizers. A torch function mode, the
-   mechanism of ``torch.set_default_device``, turns it into the CPU inside :func:`device_scope`.
+2. It writes the literal ``device="cuda"`` in schedules and optimizers, and calls ``Tensor.cuda`` on
+   the weights that two pipeline stages share. A torch function mode, the mechanism of
+   ``torch.set_default_device``, turns both into the CPU inside :func:`device_scope`.
 3. Its mixed-precision optimizer recognises parameters by type names such as
    ``torch.cuda.BFloat16Tensor``. The same mode answers with that spelling.
+4. It keeps random states of CUDA devices: sequence parallelism switches to one of them around
+   layers that may drop out, activation checkpointing saves and restores them. Nothing here drops
+   out, so on the CPU there is one state, torch's own, and nothing to switch to.
 
 A model's forward pass needs only the first, so generation runs without any scope. With CUDA present
 nothing here does anything. :func:`install` counts its callers, and the last :func:`uninstall` puts
@@ -26,9 +30,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .mcore import random_states
+
 _CPU = torch.device("cpu")
 _installs = 0
-_originals: dict[str, Callable[..., Any]] = {}
+_originals: list[tuple[Any, str, Any]] = []
 
 
 def active() -> bool:
@@ -55,24 +61,54 @@ class _HostStream:
         """Nothing to wait for."""
 
 
+class _HostRandomStates:
+    """The CPU's one random state, in place of megatron's table of CUDA states by name."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """No states but torch's own, which others keep."""
+
+    @contextmanager
+    def fork(self, name: str = "") -> Generator[None]:
+        """Within the scope, torch's own state, as outside."""
+        yield
+
+
+def _host_random_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_host_random_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
 def install() -> None:
-    """Answer ``torch.cuda``'s device questions for the CPU; no effect where CUDA exists."""
+    """Answer questions about CUDA devices for the CPU; no effect where CUDA exists."""
     global _installs
     if not active():
         return
     _installs += 1
     if _installs > 1:
         return
-    answers: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: _CPU,
-        "synchronize": lambda device=None: None,
-        "Stream": _HostStream,
-        "current_stream": lambda device=None: _HostStream(),
-        "stream": lambda stream: nullcontext(),
-    }
-    for name, answer in answers.items():
-        _originals[name] = getattr(torch.cuda, name)
-        setattr(torch.cuda, name, answer)
+    answers: tuple[tuple[Any, str, Any], ...] = (
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "Stream", _HostStream),
+        (torch.cuda, "current_stream", lambda device=None: _HostStream()),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (random_states, "_CUDA_RNG_STATE_TRACKER", _HostRandomStates()),
+        (random_states, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        (random_states, "_get_cuda_rng_state", _host_random_state),
+        (random_states, "_set_cuda_rng_state", _set_host_random_state),
+    )
+    for owner, name, answer in answers:
+        _originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, answer)
 
 
 def uninstall() -> None:
@@ -82,8 +118,8 @@ def uninstall() -> None:
         return
     _installs -= 1
     if _installs == 0:
-        for name, original in _originals.items():
-            setattr(torch.cuda, name, original)
+        for owner, name, original in _originals:
+            setattr(owner, name, original)
         _originals.clear()
 
 
@@ -99,6 +135,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **(kwargs or {}))

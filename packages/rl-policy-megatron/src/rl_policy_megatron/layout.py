@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import RuntimeStateError
+from .errors import RuntimeStateError, UnsupportedModelError
+from .hf_config import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,34 @@ class ParallelLayout:
                 f"{self.expert} ways; start a multiple of {self.model_ranks * self.expert} processes"
             )
         return data
+
+    def check_fit(self, shape: ModelShape) -> None:
+        """Refuse a model that cannot be split this way.
+
+        Raises:
+            UnsupportedModelError: heads, key-value heads, widths, layers or experts are no multiple of
+                the ranks that split them, or there are fewer tokens than such ranks; names both.
+        """
+        split = {
+            "num_attention_heads": (shape.heads, "tensor", self.tensor),
+            "num_key_value_heads": (shape.kv_heads, "tensor", self.tensor),
+            "intermediate_size": (shape.intermediate, "tensor", self.tensor),
+            "num_hidden_layers": (shape.layers, "pipeline", self.pipeline),
+        }
+        if shape.experts is not None:
+            split["moe_intermediate_size"] = (shape.experts.intermediate, "tensor", self.tensor)
+            split["num_experts"] = (shape.experts.count, "expert", self.expert)
+        elif self.expert > 1:
+            raise UnsupportedModelError(
+                f"layout.expert is {self.expert}, and this {shape.model_type} model has no experts; set it to 1"
+            )
+        for key, (size, name, ranks) in split.items():
+            if size % ranks:
+                raise UnsupportedModelError(
+                    f"the model's {key} is {size}, which layout.{name} = {ranks} does not divide; "
+                    f"choose a divisor of {size}"
+                )
+        if shape.vocabulary < self.tensor:
+            raise UnsupportedModelError(
+                f"the model's vocab_size is {shape.vocabulary}, less than layout.tensor = {self.tensor}"
+            )

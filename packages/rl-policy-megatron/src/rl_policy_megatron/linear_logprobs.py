@@ -2,6 +2,10 @@
 
 Logits exist for one chunk of tokens at a time, in the forward pass and again, recomputed, in the
 backward pass. Arithmetic on logits is float32 whatever the model's type.
+
+Under tensor parallelism each rank has the logits of its part of the vocabulary. It reduces them to
+a few numbers per token first, and the ranks combine those once for all chunks:
+with m the largest logit, ``log Σ exp x = m + log Σ_ranks exp(m_rank − m) Σ exp(x − m_rank)``.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .vocabulary import VocabularyShard
 
 
 def linear_logprobs(
@@ -20,35 +26,62 @@ def linear_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = True,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of chosen tokens, and the entropy of the whole distribution.
 
     Args:
-        hidden: ``[N, H]``, one row per predicted token.
-        weight: ``[V, H]``; logits are ``hidden @ weight.T / temperature``.
-        token_ids: ``[N, K]`` int64, the tokens to score at each position.
+        hidden: ``[N, H]``, one row per predicted token, the same on every rank of the vocabulary.
+        weight: ``[V, H]``; logits are ``hidden @ weight.T / temperature``. This rank's rows of it
+            where there is a ``vocabulary``.
+        token_ids: ``[N, K]`` int64, the tokens to score at each position, numbered in the whole vocabulary.
         temperature: > 0.
         chunk_tokens: rows whose logits exist at one time.
         with_entropy: compute the entropies; else they are 0.
+        vocabulary: which tokens ``weight`` belongs to; by default all of them.
 
     Returns:
         ``[N, K]`` float32 log-probabilities and ``[N]`` float32 entropies in nats, both
-        differentiable with respect to ``hidden`` and ``weight``.
+        differentiable with respect to ``hidden`` and ``weight``, and the same on every rank. The
+        gradient of ``hidden`` is this rank's share: the ranks' shares add up to the gradient.
     """
+    vocabulary = vocabulary or VocabularyShard(len(weight))
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, token_ids, temperature, chunk_tokens, with_entropy
+        hidden, _of_tokens(weight, vocabulary), token_ids, temperature, chunk_tokens, with_entropy, vocabulary
     )
     return logprobs, entropy
 
 
 @torch.no_grad()
-def linear_topk(hidden: torch.Tensor, weight: torch.Tensor, k: int, *, chunk_tokens: int) -> torch.Tensor:
-    """``[N, k]`` int64: the k most likely tokens at each position, most likely first."""
-    chosen = [
-        (hidden[rows] @ weight.t()).float().topk(k, dim=-1).indices
-        for rows in _chunks(len(hidden), chunk_tokens)
-    ]
-    return torch.cat(chosen) if chosen else hidden.new_zeros((0, k), dtype=torch.int64)
+def linear_topk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    *,
+    chunk_tokens: int,
+    vocabulary: VocabularyShard | None = None,
+) -> torch.Tensor:
+    """``[N, k]`` int64: the k most likely tokens at each position, most likely first.
+
+    Arguments as for :func:`linear_logprobs`; ``k`` ≤ the size of the whole vocabulary.
+    """
+    vocabulary = vocabulary or VocabularyShard(len(weight))
+    weight = _of_tokens(weight, vocabulary)
+    own = min(k, len(weight))
+    logits = torch.full((len(hidden), k), -torch.inf, dtype=torch.float32, device=hidden.device)
+    tokens = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    for rows in _chunks(len(hidden), chunk_tokens):
+        logits[rows, :own], tokens[rows, :own] = (hidden[rows] @ weight.t()).float().topk(own, dim=-1)
+    if vocabulary.ranks.size == 1:
+        return tokens
+    logits = torch.cat(vocabulary.ranks.gather(logits), dim=-1)
+    tokens = torch.cat(vocabulary.ranks.gather(tokens + vocabulary.start), dim=-1)
+    return tokens.gather(1, logits.topk(k, dim=-1).indices)
+
+
+def _of_tokens(weight: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
+    """The rows that belong to tokens: padded ones take no part in anything."""
+    return weight if vocabulary.real_rows == len(weight) else weight[: vocabulary.real_rows]
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
@@ -62,6 +95,15 @@ def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+def _owned(token_ids: torch.Tensor, vocabulary: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of this rank's shard for the tokens, 0 for those of other ranks, and which are its own."""
+    if vocabulary.ranks.size == 1:
+        return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
+    local = token_ids - vocabulary.start
+    own = (local >= 0) & (local < vocabulary.real_rows)
+    return local.masked_fill(~own, 0), own
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override] (torch declares forward for any arguments)
@@ -72,24 +114,29 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        vocabulary: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=hidden.device)
-        normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.zeros_like(normalizer)
+        chosen = torch.zeros(token_ids.shape, dtype=torch.float32, device=hidden.device)
+        largest, mass, weighted = chosen.new_zeros(3, len(hidden))
+        # A rank whose rows are all padding has no largest logit.
+        largest.fill_(-torch.inf)
+        local, own = _owned(token_ids, vocabulary)
         transposed = weight.t()
-        for rows in _chunks(len(hidden), chunk_tokens):
+        for rows in _chunks(len(hidden) if len(weight) else 0, chunk_tokens):
             logits = _tempered(hidden[rows] @ transposed, temperature)
-            largest = logits.amax(-1, keepdim=True)
-            logits.sub_(largest)
-            chosen = logits.gather(1, token_ids[rows])
+            largest[rows] = logits.amax(-1)
+            logits.sub_(largest[rows, None])
+            chosen[rows] = logits.gather(1, local[rows])
             unnormalized = logits.exp() if with_entropy else logits.exp_()
-            mass = unnormalized.sum(-1)
-            log_mass = mass.log()
-            logprobs[rows] = chosen - log_mass[:, None]
+            mass[rows] = unnormalized.sum(-1)
             if with_entropy:
-                entropy[rows] = log_mass - (unnormalized.mul_(logits).sum(-1) / mass)
-            normalizer[rows] = log_mass + largest[:, 0]
-        ctx.save_for_backward(hidden, weight, token_ids, normalizer, entropy)
+                weighted[rows] = unnormalized.mul_(logits).sum(-1)
+        if vocabulary.ranks.size > 1:
+            largest = _combine(vocabulary, chosen, own, largest, mass, weighted)
+        log_mass = mass.log()
+        logprobs = chosen - log_mass[:, None]
+        entropy = log_mass - weighted / mass if with_entropy else torch.zeros_like(mass)
+        ctx.save_for_backward(hidden, weight, local, own, log_mass + largest, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -97,14 +144,14 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = gradients
-        hidden, weight, token_ids, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, local, own, normalizer, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
         transposed = weight.t()
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
+        for rows in _chunks(len(hidden) if len(weight) else 0, ctx.chunk_tokens):
             log_p = _tempered(hidden[rows] @ transposed, ctx.temperature).sub_(normalizer[rows, None])
             # With x the tempered logits: d log p_t / d x_j = [t = j] − p_j,
             # and d entropy / d x_j = −p_j (log p_j + entropy).
@@ -118,7 +165,7 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 grad_logits = log_p.exp_().mul_(slope)
             if grad_logprobs is not None:
-                grad_logits.scatter_add_(1, token_ids[rows], grad_logprobs[rows])
+                grad_logits.scatter_add_(1, local[rows], grad_logprobs[rows] * own[rows])
             grad_logits = _tempered(grad_logits, ctx.temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
@@ -126,4 +173,33 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight += grad_logits.t() @ hidden[rows]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _combine(
+    vocabulary: VocabularyShard,
+    chosen: torch.Tensor,
+    own: torch.Tensor,
+    largest: torch.Tensor,
+    mass: torch.Tensor,
+    weighted: torch.Tensor,
+) -> torch.Tensor:
+    """Turn the shards' numbers, in place, into those of the whole vocabulary; returns its largest logits.
+
+    ``chosen`` ``[N, K]``, ``mass`` = Σ exp(x − m) and ``weighted`` = Σ exp(x − m) (x − m) are relative
+    to m, the shard's ``largest``, before, and relative to that of the vocabulary afterwards.
+    """
+    whole = vocabulary.ranks.largest(largest.clone())
+    shift = largest - whole
+    scale = shift.exp()
+    # Where a shard has no rows its shift is −inf and its sums are 0: 0 · −inf is no number.
+    finite = shift.masked_fill(shift.isinf(), 0)
+    weighted.add_(mass * finite).mul_(scale)
+    mass.mul_(scale)
+    chosen.add_(finite[:, None]).mul_(own)
+    parts = torch.cat([chosen, mass[:, None], weighted[:, None]], dim=1)
+    vocabulary.ranks.sum(parts)
+    chosen.copy_(parts[:, :-2])
+    mass.copy_(parts[:, -2])
+    weighted.copy_(parts[:, -1])
+    return whole

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from .agreement import Lockstep
 from .errors import LossError
 from .linear_logprobs import linear_logprobs, linear_topk
 from .microbatch import TokenLayout
+from .vocabulary import VocabularyShard
 
 
 class HiddenStatesView:
@@ -25,13 +27,20 @@ class HiddenStatesView:
         *,
         temperature: float,
         chunk_tokens: int,
+        vocabulary: VocabularyShard | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """``hidden`` is ``[L, B, H]`` from the model; empty when no token is predicted."""
+        """``hidden`` is ``[L, B, H]`` from the model, ``weight`` its head, or this rank's rows of it.
+
+        ``lockstep`` is told of every call that the ranks of the vocabulary must make together.
+        """
         self._hidden = hidden.flatten(0, 1).index_select(0, layout.source)
         self._weight = weight
         self._layout = layout
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
+        self._vocabulary = vocabulary or VocabularyShard(len(weight))
+        self._lockstep = lockstep or Lockstep(self._vocabulary.ranks)
         self._computed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def logprobs(self) -> torch.Tensor:
@@ -51,10 +60,13 @@ class HiddenStatesView:
         Raises:
             LossError: ``k`` is not between 1 and the size of the vocabulary.
         """
-        vocabulary = self._weight.size(0)
+        vocabulary = self._vocabulary.size
         if not 1 <= k <= vocabulary:
             raise LossError(f"topk_logprobs needs k between 1 and the vocabulary of {vocabulary}, got {k}")
-        token_ids = linear_topk(self._hidden, self._weight, k, chunk_tokens=self._chunk_tokens)
+        self._lockstep.enter(k)
+        token_ids = linear_topk(
+            self._hidden, self._weight, k, chunk_tokens=self._chunk_tokens, vocabulary=self._vocabulary
+        )
         return self._layout.scatter(self._score(token_ids)[0]), self._layout.scatter(token_ids)
 
     def logprobs_of(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -67,9 +79,13 @@ class HiddenStatesView:
         if token_ids.dim() != 3 or token_ids.shape[:2] != (rows, width):
             raise LossError(f"token_ids must be [{rows}, {width}, K], got {tuple(token_ids.shape)}")
         wanted = token_ids.to(self._weight.device).flatten(0, 1)[self._layout.target]
-        if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self._weight.size(0)):
-            raise LossError(f"token_ids holds ids outside the vocabulary of {self._weight.size(0)}")
+        if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self._vocabulary.size):
+            raise LossError(f"token_ids holds ids outside the vocabulary of {self._vocabulary.size}")
         return self._layout.scatter(self._score(wanted)[0])
+
+    def nothing(self) -> torch.Tensor:
+        """A loss of 0 that depends on the hidden states, so that a backward pass goes all the way."""
+        return self._hidden[:0].sum(dtype=torch.float32)
 
     def _own_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Both come from one pass: the entropy costs little beside the logits that it needs.
@@ -81,6 +97,8 @@ class HiddenStatesView:
     def _score(
         self, token_ids: torch.Tensor, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Distinct for every width and kind, so that ranks that ask for different things find out.
+        self._lockstep.enter(-1 - 2 * token_ids.size(1) - int(with_entropy))
         return linear_logprobs(
             self._hidden,
             self._weight,
@@ -88,4 +106,5 @@ class HiddenStatesView:
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
             with_entropy=with_entropy,
+            vocabulary=self._vocabulary,
         )

@@ -8,7 +8,7 @@ keeps several projections in one matrix, so that a merged weight is exactly W + 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,15 +171,19 @@ class AdapterMap:
                         self._saved[parameter] = name
                         self.specs[name] = WeightSpec(name, size, dtype)
 
-    def merge(self, parameter: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor of a megatron parameter, from those that ``read`` returns by saved name."""
-        return read(self._saved[parameter])
+    def fill(
+        self, targets: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], source: object
+    ) -> None:
+        """Copy saved tensors into ``targets`` (megatron's name → tensor)."""
+        with torch.no_grad():
+            for parameter, target in targets.items():
+                target.copy_(read(self._saved[parameter]))
 
-    def split(self, parameter: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Saved name and tensor of a megatron parameter."""
-        yield self._saved[parameter], tensor
-
-    def to_hf(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All named tensors under their saved names."""
-        for parameter, tensor in tensors:
+    def gather(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All named tensors under their saved names: adapters are whole on every rank."""
+        for parameter, tensor in named:
             yield self._saved[parameter], tensor
+
+    def gather_stage(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As :meth:`gather`: there is one stage."""
+        return self.gather(named)

@@ -232,12 +232,17 @@ class WeightMap:
             raise PolicyError(f"megatron-core built other parameters than this table maps: {', '.join(odd)}")
         with torch.no_grad():
             for parameter, target in targets.items():
-                tensor = self._merge_checked(parameter, read, target.shape, source)
+                tensor = self.merge_checked(parameter, read, target.shape, source)
                 target.copy_(tensor)
 
-    def _merge_checked(
+    def merge_checked(
         self, parameter: str, read: Callable[[str], torch.Tensor], expected: torch.Size, source: object
     ) -> torch.Tensor:
+        """As :meth:`merge`, refusing HF tensors that do not give the expected shape.
+
+        Raises:
+            ModelDirectoryError: they do not; names them and ``source``.
+        """
         names = ", ".join(self.entry(parameter).hf_names)
         try:
             tensor = self.merge(parameter, read)

@@ -27,6 +27,11 @@ try:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import random as random_states
+        from megatron.core.tensor_parallel.mappings import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+        )
         from megatron.core.transformer.module import MegatronModule
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.spec_utils import ModuleSpec
@@ -49,11 +54,14 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "parallel_state",
+    "random_states",
     "submodules_of",
 ]
 

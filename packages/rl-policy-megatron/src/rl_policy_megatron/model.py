@@ -14,10 +14,13 @@ from .hf_config import ModelShape
 from .layers import block_spec
 from .mapping import WeightMap
 from .mcore import GPTModel, TransformerConfig
+from .placement import Placement
 from .quiet import quiet_megatron
 from .recompute import keep_layers_differentiable, recompute_config
 from .settings import Recompute
+from .sharding import WeightShards
 from .tensor_files import TensorDirectory
+from .vocabulary import VocabularyShard
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -45,22 +48,36 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """``[V, H]``, the matrix that turns hidden states into logits."""
+        """``[V, H]``, the matrix that turns hidden states into logits; this rank's rows of it.
+
+        It exists on the last pipeline stage.
+        """
         tied = self.share_embeddings_and_output_weights
-        module: Any = self.embedding.word_embeddings if tied else self.output_layer
-        return module.weight
+        weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype, recompute: Recompute = "none") -> PolicyModel:
-    """A model on this process's device, in evaluation mode, its weights uninitialised."""
+def build_model(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    placement: Placement | None = None,
+) -> PolicyModel:
+    """This rank's part of a model, on its device, in evaluation mode, its weights uninitialised."""
+    placement = placement or Placement()
+    stage = placement.pipeline
+    per_stage = shape.layers // stage.size
+    layers = range(stage.rank * per_stage, (stage.rank + 1) * per_stage)
     # megatron declares a spec of one layer here, and takes that of a whole block as well.
-    decoder: Any = block_spec(shape)
+    decoder: Any = block_spec(shape, layers)
     with quiet_megatron(), cpu_adapter.device_scope():
         model = PolicyModel(
-            config=_transformer_config(shape, dtype, recompute),
+            config=_transformer_config(shape, dtype, recompute, placement),
             transformer_layer_spec=decoder,
-            vocab_size=shape.vocabulary,
+            vocab_size=VocabularyShard(shape.vocabulary, placement.tensor).padded,
             max_sequence_length=shape.max_positions,
+            pre_process=stage.first,
+            post_process=stage.last,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=shape.tied,
             parallel_output=True,
@@ -72,8 +89,10 @@ def build_model(shape: ModelShape, dtype: torch.dtype, recompute: Recompute = "n
     return model.to(device).eval()
 
 
-def load_weights(model: PolicyModel, weight_map: WeightMap, directory: Path) -> None:
-    """Fill the model from the safetensors of ``directory``.
+def load_weights(
+    model: PolicyModel, weight_map: WeightMap, directory: Path, shards: WeightShards | None = None
+) -> None:
+    """Fill the model, or this rank's part of it, from the safetensors of ``directory``.
 
     Raises:
         ModelDirectoryError: a tensor is missing, of the wrong shape, or one too many; or the head
@@ -94,11 +113,21 @@ def load_weights(model: PolicyModel, weight_map: WeightMap, directory: Path) -> 
             f"{directory} holds tensors that a {weight_map.shape.model_type} model has not: "
             f"{', '.join(sorted(surplus)[:5])}"
         )
-    weight_map.fill(dict(model.named_parameters()), tensors.read, directory)
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    (shards or weight_map).fill(parameters, tensors.read, directory)
 
 
-def _transformer_config(shape: ModelShape, dtype: torch.dtype, recompute: Recompute) -> TransformerConfig:
+def _transformer_config(
+    shape: ModelShape, dtype: torch.dtype, recompute: Recompute, placement: Placement
+) -> TransformerConfig:
     return TransformerConfig(
+        tensor_model_parallel_size=placement.tensor.size,
+        pipeline_model_parallel_size=placement.pipeline.size,
+        expert_model_parallel_size=placement.expert.size,
+        expert_tensor_parallel_size=placement.tensor.size,
+        sequence_parallel=placement.sequence_parallel,
+        # Stages tell each other the shapes: micro-batches are as long as their longest row.
+        variable_seq_lengths=placement.pipeline.size > 1,
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,

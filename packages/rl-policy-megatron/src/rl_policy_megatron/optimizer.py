@@ -10,8 +10,6 @@ import torch
 
 from . import cpu_adapter
 from .errors import NonFiniteGradientError
-from .lora import AdapterMap
-from .mapping import WeightMap
 from .mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,8 +18,10 @@ from .mcore import (
     get_megatron_optimizer,
 )
 from .model import PolicyModel
+from .placement import Placement
 from .quiet import quiet_megatron
 from .settings import OptimizerSettings
+from .sharding import TensorTable
 
 # Kinds of state, each a prefix of the saved tensors' names.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,8 +41,14 @@ class PolicyOptimizer:
     bfloat16 parameters are updated through float32 master copies.
     """
 
-    def __init__(self, wrapped: DistributedDataParallel, settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        wrapped: DistributedDataParallel,
+        settings: OptimizerSettings,
+        placement: Placement | None = None,
+    ) -> None:
         self.settings = settings
+        self._placement = placement or Placement()
         self._wrapped = wrapped
         model: Any = wrapped.module
         self._model: PolicyModel = model
@@ -78,7 +84,7 @@ class PolicyOptimizer:
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
         with cpu_adapter.device_scope():
             self._megatron.prepare_grads()
-            norm = float(self._megatron.get_grad_norm())
+            norm = self._gradient_norm()
             if not math.isfinite(norm):
                 raise NonFiniteGradientError(
                     f"the gradient's norm is {norm}; the weights were not changed: look for inf or NaN in "
@@ -90,11 +96,11 @@ class PolicyOptimizer:
             self._megatron.step_with_ready_grads()
         return norm
 
-    def gradients(self, weight_map: WeightMap | AdapterMap) -> dict[str, torch.Tensor]:
-        """Copies of the accumulated float32 gradients, by HF name, on the CPU."""
+    def gradients(self, table: TensorTable) -> dict[str, torch.Tensor]:
+        """Copies of the accumulated float32 gradients, by HF name, on the CPU; of the whole model."""
         weights: Iterable[tuple[str, Any]] = self._trained()
         grads = ((name, weight.main_grad) for name, weight in weights)
-        return {name: grad.cpu().clone() for name, grad in weight_map.to_hf(grads)}
+        return {name: grad.cpu().clone() for name, grad in table.gather(grads)}
 
     @property
     def steps(self) -> int:
@@ -104,41 +110,61 @@ class PolicyOptimizer:
             return int(inner.state.get(main, {}).get("step", 0))
         return 0
 
-    def state(self, weight_map: WeightMap | AdapterMap) -> dict[str, torch.Tensor]:
-        """The float32 state as ``{kind}.{HF name}`` → tensor; shares memory with the optimizer."""
-        tensors: dict[str, torch.Tensor] = {}
+    def state(self, table: TensorTable) -> dict[str, torch.Tensor]:
+        """The float32 state as ``{kind}.{HF name}`` → tensor; may share memory with the optimizer.
+
+        Of this pipeline stage and expert group, as :meth:`TensorTable.gather_stage` defines.
+        """
+        kinds: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for parameter, weight in self._trained():
             main, inner = self._main(weight)
             entry = inner.state.get(main, {})
-            kinds = {kind: entry[kind] for kind in MOMENTS if kind in entry}
+            for kind in MOMENTS:
+                if kind in entry:
+                    kinds.setdefault(kind, []).append((parameter, entry[kind]))
             if main is not weight:
-                kinds[MASTER] = main
-            for kind, tensor in kinds.items():
-                for name, part in weight_map.split(parameter, tensor.detach()):
-                    tensors[f"{kind}.{name}"] = part
-        return tensors
+                kinds.setdefault(MASTER, []).append((parameter, main.detach()))
+        return {
+            f"{kind}.{name}": tensor
+            for kind, named in kinds.items()
+            for name, tensor in table.gather_stage(named)
+        }
 
-    def set_state(
-        self, weight_map: WeightMap | AdapterMap, steps: int, read: Callable[[str], torch.Tensor]
-    ) -> None:
+    def set_state(self, table: TensorTable, steps: int, read: Callable[[str], torch.Tensor]) -> None:
         """Continue from ``steps`` updates and the tensors that :meth:`state` returned, read by name."""
 
-        def reader(kind: str) -> Callable[[str], torch.Tensor]:
-            return lambda name: read(f"{kind}.{name}")
+        def fill(kind: str, targets: dict[str, torch.Tensor]) -> None:
+            table.fill(targets, lambda name: read(f"{kind}.{name}"), "the saved optimizer state")
 
         for part in self._megatron.chained_optimizers:
             part.optimizer.state.clear()
+        mains = {name: self._main(weight) for name, weight in self._trained()}
+        masters = {name: mains[name][0] for name, weight in self._trained() if mains[name][0] is not weight}
         with torch.no_grad():
-            for parameter, weight in self._trained():
-                main, inner = self._main(weight)
-                if main is not weight:
-                    main.copy_(weight_map.merge(parameter, reader(MASTER)))
-                if steps:
-                    moments = {}
-                    for kind in MOMENTS:
-                        moments[kind] = torch.empty_like(main)
-                        moments[kind].copy_(weight_map.merge(parameter, reader(kind)))
-                    inner.state[main] = {"step": torch.tensor(float(steps)), **moments}
+            fill(MASTER, masters)
+            if not steps:
+                return
+            for kind in MOMENTS:
+                moments = {name: torch.empty_like(main) for name, (main, _) in mains.items()}
+                fill(kind, moments)
+                for name, (main, inner) in mains.items():
+                    entry = inner.state.setdefault(main, {"step": torch.tensor(float(steps))})
+                    entry[kind] = moments[name]
+
+    def _gradient_norm(self) -> float:
+        """The L2 norm of the whole model's gradient, each number counted once; the same on every rank."""
+        ranks = self._placement
+        squares = torch.zeros((), dtype=torch.float64, device=cpu_adapter.device())
+        for _, weight in self._trained():
+            parameter: Any = weight
+            replicas = ranks.data if getattr(parameter, "allreduce", True) else ranks.expert_data
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            # megatron marks so the last stage's copy of a tied embedding.
+            is_copy = getattr(parameter, "shared", False)
+            if replicas.first and (is_split or ranks.tensor.first) and not is_copy:
+                norm = torch.linalg.vector_norm(parameter.main_grad)
+                squares += norm.double() ** 2
+        return float(ranks.world.sum(squares).sqrt())
 
     def _trained(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """The parameters that have gradients and state; frozen ones have neither."""

@@ -1,8 +1,9 @@
-"""The policy: one megatron-core model that scores, learns, and is saved, in this process."""
+"""The policy: one megatron-core model that scores, learns, and is saved, in one process or over several."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,24 +13,33 @@ import torch
 
 from . import cpu_adapter, runtime
 from .adapters import Adapters, is_adapter
-from .checkpoint import ADAPTERS, OPTIMIZER, RANDOM, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
+from .agreement import agreed
+from .checkpoint import ADAPTERS, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
 from .errors import RuntimeStateError
 from .export import publish_model
 from .hf_config import read_model_shape
 from .mapping import WeightMap, WeightSpec
-from .microbatch import Batch, check_batch
+from .microbatch import Batch
 from .model import PolicyModel, build_model, load_weights
 from .optimizer import PolicyOptimizer, wrap_for_training
 from .saver import PendingSave, Saver
-from .schedule import LossFunction, Schedule, Totals
-from .settings import OptimizerSettings, PolicySettings
+from .schedule import Schedule
+from .settings import OptimizerSettings, PolicySettings, Recompute
+from .sharding import TensorTable, WeightShards
+from .snapshot import Snapshot
 from .tensor_files import digest
+from .totals import LossFunction, Totals
 
 
 class MegatronPolicy:
     """A language model trained with megatron-core, on this process's GPU or on the CPU.
 
     Several policies can live in one process. A policy is not safe for use from several threads.
+
+    Where torch.distributed is initialised with several processes, the model lies over them as
+    ``settings.layout`` says: each of them makes the policy and calls the same methods in the same
+    order, each time with the same, whole batch. What a method returns is complete and the same on
+    every rank. If a method fails on one rank, it raises on all: :class:`PeerError` on the others.
 
     Args:
         model_directory: in Hugging Face format: config.json and safetensors; ``llama``, ``qwen2``
@@ -40,7 +50,8 @@ class MegatronPolicy:
     Raises:
         ModelDirectoryError: the directory is incomplete or contradicts itself.
         UnsupportedModelError: the model is of a type, or uses an option, that is not supported.
-        RuntimeStateError: torch.distributed already spans several processes.
+            Or the layout cannot split it.
+        RuntimeStateError: the layout does not fit the number of processes.
     """
 
     def __init__(
@@ -55,21 +66,25 @@ class MegatronPolicy:
         self._weight_map = WeightMap(shape)
         self._dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self._closed = True
-        runtime.acquire()
+        self.settings.layout.check_fit(shape)
+        self._placement = placement = runtime.acquire(self.settings.layout)
         try:
-            self._model = build_model(shape, self._dtype, self.settings.recompute)
-            load_weights(self._model, self._weight_map, self.model_directory)
-            self._adapters = self._adapted(self._model)
-            self._trained_map = self._weight_map if self._adapters is None else self._adapters.map
+            self._model = self._built(self.settings.recompute)
+            self._shards = WeightShards(self._weight_map, self._own_weights(self._model), placement)
+            with agreed(placement.world):
+                load_weights(self._model, self._weight_map, self.model_directory, self._shards)
+                self._adapters = self._adapted(self._model)
+            self._trained_table: TensorTable = self._shards if self._adapters is None else self._adapters.map
             self._wrapped = wrap_for_training(self._model)
-            self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings())
-            self._schedule = Schedule(self._model, self.settings)
-            self._random = runtime.RandomStream(self.settings.seed)
+            self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings(), placement)
+            self._schedule = self._scheduled(self._model)
+            # Data-parallel ranks have other rows, so they draw other numbers.
+            self._random = runtime.RandomStream((self.settings.seed + placement.data.rank) % 2**63)
         except BaseException:
             runtime.release()
             raise
         self._reference: PolicyModel | None = None
-        self._saver = Saver()
+        self._saver = Saver(placement.world)
         self._base_digest: str | None = None
         self._closed = False
 
@@ -82,7 +97,9 @@ class MegatronPolicy:
     @property
     def parameter_count(self) -> int:
         """Number of weights; tied embeddings count once."""
-        return sum(weight.numel() for weight in self.model.parameters())
+        self._require_open()
+        trained = () if self._adapters is None else self._adapters.map.specs.values()
+        return sum(math.prod(spec.shape) for spec in (*self._shards.specs, *trained))
 
     @property
     def vocab_size(self) -> int:
@@ -121,7 +138,7 @@ class MegatronPolicy:
                 return self._schedule.logprobs(batch)
         if self._reference is None:
             raise RuntimeStateError("no reference weights are kept; call keep_reference() before training")
-        return Schedule(self._reference, self.settings).logprobs(batch)
+        return self._scheduled(self._reference).logprobs(batch)
 
     def keep_reference(self) -> None:
         """Freeze a copy of the current weights for :meth:`reference_logprobs`; replaces an earlier one.
@@ -132,7 +149,12 @@ class MegatronPolicy:
         if self._adapters is not None:
             self._adapters.keep_reference()
             return
-        self._set_reference(dict(self.stream_weights()).__getitem__)
+        reference = self._built()
+        own = dict(self._own_weights(self._model))
+        with torch.no_grad():
+            for name, weight in reference.named_parameters():
+                weight.copy_(own[name])
+        self._reference = reference.requires_grad_(False)
 
     def token_logits(self, batch: Batch) -> torch.Tensor:
         """``[B, S, V]`` float32 logits on the CPU, untempered; ``[b, i]`` predicts token ``i + 1``.
@@ -143,16 +165,7 @@ class MegatronPolicy:
             BatchError: the batch breaks its contract.
         """
         self._require_open()
-        check_batch(batch, self.vocab_size)
-        device = cpu_adapter.device()
-        ids, lengths = batch.input_ids.to(device), batch.lengths.to(device)
-        positions = torch.arange(ids.size(1), device=device).expand_as(ids)
-        padding = positions >= lengths[:, None]
-        if not ids.numel():
-            return torch.zeros((*ids.shape, self.vocab_size))
-        with torch.no_grad():
-            logits = self.model(ids.masked_fill(padding, 0), positions, None).float()
-        return logits.masked_fill_(padding[:, :, None], 0).cpu()
+        return self._schedule.token_logits(batch)
 
     def train(self, batch: Batch, loss_fn: LossFunction, *, learning_rate: float) -> dict[str, float]:
         """One optimizer update over the whole batch.
@@ -167,6 +180,7 @@ class MegatronPolicy:
         Raises:
             BatchError: the batch breaks its contract.
             LossError: the loss is not a finite scalar.
+            PeerError: the loss function failed on another rank.
             NonFiniteGradientError: the gradient is not finite; the weights were not changed.
         """
         self._require_open()
@@ -188,12 +202,12 @@ class MegatronPolicy:
         """
         self._require_open()
         with self._accumulated(batch, loss_fn):
-            return self._optimizer.gradients(self._trained_map)
+            return self._optimizer.gradients(self._trained_table)
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start the optimizer afresh, without moments, under new settings; weights stay."""
         self._require_open()
-        self._optimizer = PolicyOptimizer(self._wrapped, settings)
+        self._optimizer = PolicyOptimizer(self._wrapped, settings, self._placement)
 
     def prepare_for_inference(self) -> None:
         """Give back the memory that training left cached, for an engine on the same device."""
@@ -207,16 +221,15 @@ class MegatronPolicy:
 
     def refit_spec(self) -> tuple[WeightSpec, ...]:
         """What :meth:`stream_weights` yields, in its order."""
-        return tuple(
-            WeightSpec(name, tuple(tensor.shape), tensor.dtype)
-            for name, tensor in self._hf_weights(self.model)
-        )
+        self._require_open()
+        return self._shards.specs
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and tensors, in the policy's type and on its device; a tied head is not repeated.
 
         Adapters are merged into what they belong to. Tensors may share memory with the model: read
-        them before the next update, never write.
+        them before the next update, never write. Over several processes one tensor at a time is
+        gathered, so every rank must iterate to the end.
         """
         weights = self._hf_weights(self.model)
         yield from weights if self._adapters is None else self._adapters.merged(weights)
@@ -224,10 +237,20 @@ class MegatronPolicy:
     def export_hf(self, directory: Path | str) -> None:
         """Write a Hugging Face model directory: weights, config.json, and the source's tokenizer files.
 
+        Of several ranks the first writes.
+
         Raises:
             CheckpointError: the directory exists and is not empty.
         """
-        publish_model(Path(directory), self.model_directory, self.stream_weights(), self._dtype)
+        weights = self.stream_weights()
+        with agreed(self._placement.world):
+            try:
+                if self._placement.world.first:
+                    publish_model(Path(directory), self.model_directory, weights, self._dtype)
+            finally:
+                # The others gather what one writes, to the last tensor, also where writing failed.
+                for _ in weights:
+                    pass
 
     def save(self, directory: Path | str) -> None:
         """Write weights, optimizer, reference and random state into an empty or new directory.
@@ -266,24 +289,22 @@ class MegatronPolicy:
         """
         self._require_open()
         self._saver.settle()
-        saved = read_checkpoint(Path(directory), self._origin())
-        adapters = self._adapters
-        saved.check(
-            {spec.name: spec for spec in self.refit_spec()}, None if adapters is None else adapters.map.specs
-        )
+        adapters, origin = self._adapters, self._origin()
+        with agreed(self._placement.world):
+            saved = read_checkpoint(Path(directory), origin)
+            weights = {spec.name: spec for spec in self.refit_spec()}
+            saved.check(weights, None if adapters is None else adapters.map.specs)
         reference = saved.groups.get(REFERENCE)
         if adapters is None:
             self._fill(self._model, saved.groups[WEIGHTS].read)
+            self._reference = None
+            if reference is not None:
+                self._set_reference(reference.read)
         else:
             adapters.fill(saved.groups[ADAPTERS].read)
-        self.reset_optimizer(saved.optimizer_settings)
-        self._optimizer.set_state(self._trained_map, saved.steps, saved.groups[OPTIMIZER].read)
-        self._random.set_state(saved.random(0))
-        self._reference = None
-        if adapters is not None:
             adapters.set_reference(None if reference is None else reference.read)
-        elif reference is not None:
-            self._set_reference(reference.read)
+        self.reset_optimizer(saved.optimizer_settings)
+        self._snapshot().continue_from(saved)
 
     def shutdown(self) -> None:
         """Release memory and, with the last policy, what was set up for the process; idempotent.
@@ -301,6 +322,8 @@ class MegatronPolicy:
 
     def _release(self) -> None:
         del self._model, self._wrapped, self._optimizer, self._schedule
+        # These hold on to the groups, and with them to sockets.
+        del self._placement, self._shards, self._trained_table
         self._reference = None
         if torch.cuda.is_available():
             # Gradient hooks and parameters refer to each other: only the collector frees them now.
@@ -339,34 +362,33 @@ class MegatronPolicy:
             self._base_digest = digest(self._hf_weights(self._model))
         return Origin(self._weight_map.shape, self.settings.dtype, self.settings.lora, self._base_digest)
 
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            self._placement, self._shards, self._trained_table, self._optimizer, self._random, self._adapters
+        )
+
     def _saved_files(self) -> list[SavedFile]:
-        """Copies, in this machine's memory, of all that a checkpoint holds."""
-        part, adapters = "00-00", self._adapters
-        if adapters is None:
-            trained, reference = dict(self._hf_weights(self._model)), None
-            if self._reference is not None:
-                reference = dict(self._hf_weights(self._reference))
-        else:
-            trained, reference = adapters.tensors(), adapters.reference_tensors()
-        random = {f"0.{device}": state for device, state in self._random.state().items()}
-        files = [
-            SavedFile.copied(WEIGHTS if adapters is None else ADAPTERS, part, trained),
-            SavedFile.copied(OPTIMIZER, part, self._optimizer.state(self._trained_map)),
-            SavedFile.copied(RANDOM, "00", random),
-        ]
-        return files if reference is None else [*files, SavedFile.copied(REFERENCE, part, reference)]
+        reference = None if self._reference is None else self._own_weights(self._reference)
+        return self._snapshot().files(self._own_weights(self._model), reference)
 
     def _set_reference(self, read: Callable[[str], torch.Tensor]) -> None:
-        reference = build_model(self._weight_map.shape, self._dtype)
+        reference = self._built()
         self._fill(reference, read)
         self._reference = reference.requires_grad_(False)
 
     def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's own weights, without adapters."""
-        return self._weight_map.to_hf((name, weight.detach()) for name, weight in self._own_weights(model))
+        return self._shards.gather((name, weight.detach()) for name, weight in self._own_weights(model))
 
     def _fill(self, model: PolicyModel, read: Callable[[str], torch.Tensor]) -> None:
-        self._weight_map.fill(dict(self._own_weights(model)), read, "the saved weights")
+        self._shards.fill(dict(self._own_weights(model)), read, "the saved weights")
+
+    def _built(self, recompute: Recompute = "none") -> PolicyModel:
+        """A model as this policy's, its weights uninitialised."""
+        return build_model(self._weight_map.shape, self._dtype, recompute, self._placement)
+
+    def _scheduled(self, model: PolicyModel) -> Schedule:
+        return Schedule(model, self.settings, self.vocab_size, self._placement)
 
     @staticmethod
     def _own_weights(model: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,7 +1,7 @@
 """The process-wide state that megatron-core needs, shared by all policies of a process.
 
-torch.distributed and megatron's parallel groups exist once per process. The first policy makes
-what is not there yet, the last one to be released takes down exactly what was made here.
+torch.distributed and megatron's parallel groups exist once per process. The first policy joins what
+is there and makes what is not; the last one to be released takes down exactly what was made here.
 """
 
 from __future__ import annotations
@@ -9,34 +9,44 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import cpu_adapter
-from .errors import RuntimeStateError
-from .mcore import parallel_state
+from .layout import ParallelLayout
+from .mcore import parallel_state, random_states
+from .placement import Placement
 from .quiet import quiet_megatron
+
+# A peer that died is noticed at once; this bounds the wait for one that is alive and never comes.
+COLLECTIVE_MINUTES = 30
+
+_RANDOM_STATE = "model-parallel-rng"
 
 _holders = 0
 _made_process_group = False
 _made_parallel_groups = False
 
 
-def acquire() -> None:
+def acquire(layout: ParallelLayout | None = None) -> Placement:
     """Make the process ready for one more policy; pair with :func:`release`.
 
+    Where torch.distributed is initialised, the policy lies over its processes, and each of them must
+    make the same policy. Else this process is a world of its own.
+
+    Returns:
+        This process's groups.
+
     Raises:
-        RuntimeStateError: torch.distributed runs over several processes, or megatron over several
-            ranks; this version trains in one.
+        RuntimeStateError: the world does not fit the layout, or megatron's groups exist already and
+            were made for another one.
     """
     global _holders, _made_process_group, _made_parallel_groups
-    if dist.is_initialized() and dist.get_world_size() != 1:
-        raise RuntimeStateError(
-            f"torch.distributed spans {dist.get_world_size()} processes; "
-            "MegatronPolicy trains in one: make it in a process of its own"
-        )
+    layout = layout or ParallelLayout()
+    layout.data(dist.get_world_size() if dist.is_initialized() else 1)
     cpu_adapter.install()
     try:
         with quiet_megatron():
@@ -45,15 +55,16 @@ def acquire() -> None:
                     _initialize_process_group()
                 _made_process_group = True
             if not parallel_state.is_initialized():
-                with _gloo_on_loopback():
-                    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+                _initialize_parallel_groups(layout)
                 _made_parallel_groups = True
+            placement = Placement.current(layout)
     except BaseException:
         cpu_adapter.uninstall()
         if _holders == 0:
             _take_down()
         raise
     _holders += 1
+    return placement
 
 
 def release() -> None:
@@ -73,15 +84,43 @@ def _initialize_process_group() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def _initialize_parallel_groups(layout: ParallelLayout) -> None:
+    # Groups of several processes may span nodes: whoever joined the world chose its interface.
+    with _gloo_on_loopback() if dist.get_world_size() == 1 else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.tensor,
+            distributed_timeout_minutes=COLLECTIVE_MINUTES,
+            create_gloo_process_groups=False,
+        )
+    if layout.sequence_parallel and not cpu_adapter.active():
+        # megatron switches to this state around layers that may drop out; none does.
+        states: Any = random_states.get_cuda_rng_tracker()
+        if _RANDOM_STATE not in states.get_states():
+            states.add(_RANDOM_STATE, 0)
+
+
 def _take_down() -> None:
     global _made_process_group, _made_parallel_groups
     if _made_parallel_groups:
+        groups = set(_parallel_groups())
         parallel_state.destroy_model_parallel()
+        # megatron forgets its groups without ending them, and with them their sockets and threads.
+        for group in groups:
+            if dist.is_initialized() and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
         _made_parallel_groups = False
     if _made_process_group:
         if dist.is_initialized():
             dist.destroy_process_group()
         _made_process_group = False
+
+
+def _parallel_groups() -> list[dist.ProcessGroup]:
+    known: list[dist.ProcessGroup | None] = getattr(parallel_state, "_global_process_group_list", None) or []
+    return [group for group in known if group is not None]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .checkpoint import Origin, SavedFile, prepare_directory, write_files, write_manifest
 from .errors import CheckpointError, PeerError
+from .placement import RankGroup
 from .settings import OptimizerSettings
 
 # The longest that anything here waits, for a disk or for another rank.
@@ -67,11 +68,16 @@ class PendingSave:
 
 
 class Saver:
-    """One policy's saves, one after another. In a world of several ranks every method is collective."""
+    """One policy's saves, one after another. With several ranks every method is a collective.
 
-    def __init__(self) -> None:
+    Args:
+        world: all ranks of the policy.
+    """
+
+    def __init__(self, world: RankGroup) -> None:
+        self._world = world
         self._pending: PendingSave | None = None
-        self._group: Any = None
+        self._own_group: RankGroup | None = None
 
     def start(
         self,
@@ -91,23 +97,25 @@ class Saver:
             optimizer_settings: of the policy's optimizer.
 
         Raises:
-            CheckpointError: on every rank, if the directory cannot be used, or the previous save failed
-                and nobody was told yet.
+            CheckpointError: the directory cannot be used, or the previous save failed and nobody was
+                told yet.
+            PeerError: so it is on another rank.
         """
         self.settle()
-        self.together(lambda: prepare_directory(directory) if self._first else None)
-        files = snapshot()
+        first = self._world.first
+        files: list[SavedFile] = []
+        self.together(lambda: prepare_directory(directory) if first else None)
+        self.together(lambda: files.extend(snapshot()))
 
         def write() -> None:
             written = self.together(lambda: write_files(directory, files))
             files.clear()
-            self.together(
-                lambda: (
+
+            def complete() -> None:
+                if first:
                     write_manifest(directory, written, origin, steps, optimizer_settings)
-                    if self._first
-                    else None
-                )
-            )
+
+            self.together(complete)
 
         self._pending = PendingSave(directory, write)
         return self._pending
@@ -127,9 +135,9 @@ class Saver:
         try:
             self.settle()
         finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            if self._own_group is not None:
+                dist.destroy_process_group(self._own_group.group)
+                self._own_group = None
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Do something on every rank; what each made of it, by rank, or an error on all of them.
@@ -153,16 +161,11 @@ class Saver:
                 raise PeerError(f"rank {rank} failed: {cause}", rank=rank)
         return [made for made, _ in outcomes]
 
-    @property
-    def _first(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
-
     def _exchange(self, value: Any) -> list[Any]:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if self._world.size == 1:
             return [value]
-        if self._group is None:
+        if self._own_group is None:
             # Of its own, because the writing thread uses it while training communicates.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+            group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
+            self._own_group = RankGroup.of(group)
+        return self._own_group.gather_objects(value)

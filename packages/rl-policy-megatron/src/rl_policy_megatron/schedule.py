@@ -1,60 +1,65 @@
-"""Micro-batches through megatron's own schedule: once for scores, once for gradients."""
+"""Micro-batches through megatron's own schedule: once for scores, once for gradients.
+
+Every rank is given the whole batch. It takes the rows of its data-parallel group, runs its stage of the
+model on them, and hands out results that are complete and the same everywhere.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from . import cpu_adapter
-from .errors import LossError
+from .agreement import Lockstep, agreed, raise_together
+from .errors import BatchError
 from .logits_view import HiddenStatesView
-from .mcore import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
+from .mcore import (
+    DistributedDataParallel,
+    copy_to_tensor_model_parallel_region,
+    finalize_model_grads,
+    gather_from_sequence_parallel_region,
+    get_forward_backward_func,
+)
 from .microbatch import Batch, TokenLayout, check_batch
 from .model import PolicyModel
 from .packing import plan_micro_batches
+from .placement import Placement
 from .settings import PolicySettings
+from .totals import LossFunction, Totals, checked_loss
+from .vocabulary import VocabularyShard
 
 
-class Metric(Protocol):
-    """A number that survives micro-batching because it carries its own denominator."""
+@dataclass(frozen=True, slots=True)
+class _NoRows:
+    """What a rank computes with where the others have rows left: collectives need it, results do not."""
 
-    def merge(self, other: Any) -> Any: ...
+    input_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    lengths: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
-    def value(self) -> float: ...
-
-
-class LossFunction(Protocol):
-    """``loss_fn(logits, batch) -> (loss, metrics)``, the loss being a share of the global loss."""
-
-    def __call__(self, logits: Any, batch: Any, /) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
-
-
-@dataclass(slots=True)
-class Totals:
-    """What the micro-batches of one update add up to."""
-
-    loss: float = 0.0
-    metrics: dict[str, Metric] = field(default_factory=dict)
-
-    def add(self, loss: float, metrics: Mapping[str, Metric]) -> None:
-        self.loss += loss
-        for name, metric in metrics.items():
-            known = self.metrics.get(name)
-            self.metrics[name] = metric if known is None else known.merge(metric)
+    def select(self, rows: Sequence[int]) -> _NoRows:
+        return self
 
 
 class Schedule:
     """Runs micro-batches of one model; leaves its mode and configuration as they were."""
 
-    def __init__(self, model: PolicyModel, settings: PolicySettings) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        settings: PolicySettings,
+        vocabulary: int | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        """``vocabulary`` is the number of real tokens: a model split among ranks has padding beyond them."""
         self._model = model
         self._settings = settings
+        self._placement = placement or Placement()
+        self._vocabulary = VocabularyShard(vocabulary or model.vocab_size, self._placement.tensor)
         self._device = cpu_adapter.device()
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -63,52 +68,135 @@ class Schedule:
         Raises:
             BatchError: the batch breaks its contract.
         """
-        groups = self._groups(batch)
+        plan, batches = self._micro_batches(batch)
         result = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
-        batches = [batch.select(rows) for rows in groups]
         with torch.no_grad(), _mode(self._model, training=False):
-            scores = self._run(self._model, batches, lambda view, _batch: view.logprobs(), forward_only=True)
-        for rows, score in zip(groups, scores, strict=True):
-            result[rows, : score.size(1)] = score.cpu()
-        return result
+            scores = self._run(self._model, batches, self._hidden_states, self._scores, forward_only=True)
+        if self._placement.speaks:
+            for rows, score in zip(plan, scores, strict=True):
+                if rows:
+                    result[rows, : score.size(1)] = score.cpu()
+        # Each row comes from one rank, and the others add nothing to it.
+        return self._placement.world.sum(result.to(self._device)).cpu()
+
+    def token_logits(self, batch: Batch) -> torch.Tensor:
+        """``[B, S, V]`` float32 on the CPU, without gradients, 0 at padding; all at once.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+        """
+        self._check(batch)
+        rows, width = batch.input_ids.shape
+        result = torch.zeros(rows, width, self._vocabulary.size, dtype=torch.float32, device=self._device)
+        if not batch.input_ids.numel():
+            return result.cpu()
+        ids, lengths = batch.input_ids.to(self._device), batch.lengths.to(self._device)
+        padding = torch.arange(width, device=self._device) >= lengths[:, None]
+        ids = torch.nn.functional.pad(ids.masked_fill(padding, 0), (0, -width % self._pad_to))
+        positions = torch.arange(ids.size(1), device=self._device).expand_as(ids)
+        with torch.no_grad(), _mode(self._model, training=False):
+            outputs = self._run(
+                self._model,
+                [batch],
+                lambda chunk, _layout: chunk(ids, positions, None),
+                lambda logits, _layout, _batch: torch.cat(self._vocabulary.ranks.gather(logits), dim=-1),
+                forward_only=True,
+            )
+        if self._placement.pipeline.last:
+            result = outputs[0][:, :width, : self._vocabulary.size].float()
+            result = result.masked_fill_(padding[:, :, None], 0)
+        pipeline = self._placement.pipeline
+        return pipeline.broadcast(result, pipeline.size - 1).cpu()
 
     def accumulate(self, wrapped: DistributedDataParallel, batch: Batch, loss_fn: LossFunction) -> Totals:
-        """Add every micro-batch's gradient to the wrapped model's buffers.
+        """Add every micro-batch's gradient to the wrapped model's buffers, on every rank those of all rows.
+
+        A loss function that raises on one rank makes all ranks raise once the schedule is through.
 
         Raises:
             BatchError: the batch breaks its contract.
             LossError: the loss is not a scalar, or not finite.
+            PeerError: another rank's loss function failed.
         """
         config: Any = self._model.config
+        world = self._placement.world
         totals = Totals()
-        batches = [batch.select(rows) for rows in self._groups(batch)]
+        failures: list[Exception] = []
+        _, batches = self._micro_batches(batch)
 
-        def share(view: HiddenStatesView, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, None]:
-            loss, metrics = loss_fn(view, batch)
-            totals.add(_checked(loss), metrics)
+        def share(
+            hidden: torch.Tensor, layout: TokenLayout, batch: Batch
+        ) -> tuple[torch.Tensor, torch.Tensor, None]:
+            lockstep = Lockstep(self._placement.tensor)
+            view = self._view(hidden, layout, lockstep)
+            loss = view.nothing()
+            if not failures and not isinstance(batch, _NoRows):
+                try:
+                    with lockstep.section():
+                        own, metrics = loss_fn(view, batch)
+                        value = checked_loss(own)
+                    totals.add(value, metrics)
+                    loss = loss.to(own.device) + own
+                except Exception as error:
+                    # Other ranks wait for this one in the schedule; alone there is nobody to wait.
+                    if world.size == 1:
+                        raise
+                    failures.append(error)
             return loss, torch.zeros((), dtype=torch.int), None
 
         config.no_sync_func = wrapped.no_sync
         config.finalize_model_grads_func = _finalize_without_scaling
         try:
             with torch.enable_grad(), _mode(self._model, training=True):
-                self._run(wrapped, batches, share, forward_only=False)
+                self._run(wrapped, batches, self._hidden_states, share, forward_only=False)
         finally:
             config.no_sync_func = config.finalize_model_grads_func = None
-        return totals
+        if world.size > 1 and not failures:
+            try:
+                totals.require_sendable()
+            except Exception as error:
+                failures.append(error)
+        raise_together(world, failures[0] if failures else None)
+        return totals.over_ranks(self._placement)
 
-    def _groups(self, batch: Batch) -> list[list[int]]:
-        check_batch(batch, self._model.vocab_size)
-        return plan_micro_batches(batch.lengths, self._settings, ranks=1)[0]
+    @property
+    def _pad_to(self) -> int:
+        return self._placement.tensor.size if self._placement.sequence_parallel else 1
+
+    def _check(self, batch: Batch) -> None:
+        """Refuse a batch that breaks its contract, or is not the same on every rank; all raise."""
+        world = self._placement.world
+        with agreed(world):
+            check_batch(batch, self._vocabulary.size)
+        if world.size == 1:
+            return
+        seen = [*batch.input_ids.shape, int(batch.lengths.sum()), max(batch.lengths.tolist(), default=0)]
+        others = world.gather(torch.tensor(seen, device=self._device))
+        for rank, other in enumerate(others):
+            if other.tolist() != others[0].tolist():
+                raise BatchError(
+                    f"rank {rank} was given a batch of {other.tolist()} (rows, columns, tokens, longest row), "
+                    f"rank 0 one of {others[0].tolist()}; every rank needs the whole batch"
+                )
+
+    def _micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Batch]]:
+        """This rank's rows by micro-batch, and these."""
+        self._check(batch)
+        data = self._placement.data
+        plan = plan_micro_batches(batch.lengths, self._settings, ranks=data.size)[data.rank]
+        with agreed(self._placement.world):
+            return plan, [batch.select(rows) if rows else _NoRows() for rows in plan]
 
     def _run(
         self,
         model: PolicyModel | DistributedDataParallel,
         batches: Sequence[Batch],
-        consume: Callable[[HiddenStatesView, Batch], Any],
+        forward: Callable[[torch.nn.Module, TokenLayout], torch.Tensor],
+        consume: Callable[[torch.Tensor, TokenLayout, Batch], Any],
         *,
         forward_only: bool,
     ) -> list[Any]:
+        """What ``consume`` makes of the last stage's outputs; nothing on other stages."""
         if not batches:
             return []
 
@@ -117,15 +205,17 @@ class Schedule:
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             with cpu_adapter.outside_device_scope():
                 batch = next(iterator)
-                layout = TokenLayout.of(batch, self._device, packing=self._settings.packing)
-                hidden = self._hidden_states(chunk, layout)
-            return hidden, partial(finish, batch, layout)
+                layout = TokenLayout.of(
+                    batch, self._device, packing=self._settings.packing, pad_to=self._pad_to
+                )
+                output = forward(chunk, layout)
+            return output, partial(finish, batch, layout)
 
         def finish(
-            batch: Batch, layout: TokenLayout, hidden: torch.Tensor, non_loss_data: bool = False
+            batch: Batch, layout: TokenLayout, output: torch.Tensor, non_loss_data: bool = False
         ) -> Any:
             with cpu_adapter.outside_device_scope():
-                return consume(self._view(hidden, layout), batch)
+                return consume(output, layout, batch)
 
         with cpu_adapter.device_scope():
             return get_forward_backward_func()(
@@ -143,26 +233,24 @@ class Schedule:
         ids = layout.model_input
         return model(ids, layout.positions, None, labels=ids, packed_seq_params=layout.packed)
 
-    def _view(self, hidden: torch.Tensor, layout: TokenLayout) -> HiddenStatesView:
+    def _scores(self, hidden: torch.Tensor, layout: TokenLayout, _batch: Batch) -> torch.Tensor:
+        return self._view(hidden, layout, Lockstep(self._placement.tensor)).logprobs()
+
+    def _view(self, hidden: torch.Tensor, layout: TokenLayout, lockstep: Lockstep) -> HiddenStatesView:
+        # Each rank of the vocabulary has a share of the hidden states' gradient: these add them up.
+        if self._placement.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        elif self._placement.tensor.size > 1:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
         return HiddenStatesView(
             hidden,
             self._model.head_weight,
             layout,
             temperature=self._settings.temperature,
             chunk_tokens=self._settings.logprob_chunk_tokens,
+            vocabulary=self._vocabulary,
+            lockstep=lockstep,
         )
-
-
-def _checked(loss: torch.Tensor) -> float:
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise LossError(f"a loss function must return a floating-point scalar tensor, got {shape}")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise LossError(
-            f"the loss is {value}; look for inf or NaN in the batch's log-probabilities and advantages"
-        )
-    return value
 
 
 def _finalize_without_scaling(model: list[Any], _num_tokens: Any = None, **groups: Any) -> None:
