@@ -25,6 +25,8 @@ WORDS = [
     "warm_start.steps=0",
     "algorithm.steps=100000",
     "algorithm.prompts_per_step=4",
+    # Its answers are all wrong for a while.
+    "algorithm.max_skipped_steps=1000000",
     "data.train.size=200",
     "data.held_out.size=8",
     "checkpointing.every=100",
@@ -199,3 +201,13 @@ def test_a_killed_driver_leaves_no_process(grpo, terminated):
     while (left := _alive(family)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def test_sigterm_while_it_starts_ends_it_with_a_word_and_without_a_trace(grpo, tmp_path):
+    directory = tmp_path / "run"
+    driver = grpo(directory, "run", "-o", str(directory), *WORDS)
+    driver.wait_for(lambda: "starting   the" in driver.said())
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.process.wait(60) == 128 + signal.SIGTERM
+    assert f"interrupted; continue with: grpo resume {directory}" in driver.said()
+    assert "SIGTERM received" not in driver.said()

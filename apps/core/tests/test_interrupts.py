@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rl_app_core.cli import Running, guarded
 from rl_app_core.config import ConfigError
-from rl_app_core.interrupts import Interrupted, StopRequest
+from rl_app_core.interrupts import Interrupted, StopRequest, handlers_kept
 
 
 def test_the_first_signal_is_remembered_and_the_handlers_come_back():
@@ -53,6 +53,40 @@ def test_a_failure_after_one_signal_is_a_failure():
 
 def test_a_request_to_stop_is_not_a_failure_to_be_handled():
     assert not issubclass(Interrupted, Exception)
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        ("; continue with: grpo resume X", "interrupted; continue with: grpo resume X\n"),
+        ("", "nothing was begun"),
+    ],
+)
+def test_sigterm_before_a_run_can_stop_ends_it_with_a_word(hint, said, capsys):
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+
+    def start():
+        with guarded(Console(stderr=True), Running(resume_hint=hint)):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception:
+                pytest.fail("taken for a failure")
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(SystemExit) as stopped:
+        start()
+    assert (stopped.value.code, cleaned) == (143, [True])
+    assert said in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_handlers_of_a_library_do_not_stay():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with handlers_kept():
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 @pytest.mark.parametrize(

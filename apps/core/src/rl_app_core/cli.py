@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from .config import ConfigError
-from .interrupts import Interrupted
+from .interrupts import Interrupted, terminable
 from .run_directory import RunDirectory
 
 # What a person still reads, a command to copy included; the whole text is in the log.
 _LONGEST = 800
+_NOTHING = "; nothing was begun"
 
 
 class ExitCode(IntEnum):
@@ -57,15 +58,16 @@ def guarded(errors: Console, running: Running | None = None) -> Generator[None]:
     """
     running = running or Running()
     try:
-        yield
+        with terminable():
+            yield
     except ConfigError as error:
         _say(errors, f"error: {_one_line(error)}")
         raise SystemExit(ExitCode.WRONG_CONFIGURATION) from None
     except Interrupted as stop:
-        _say(errors, f"{stop}{running.resume_hint}")
+        _say(errors, f"{stop}{running.resume_hint or _NOTHING}")
         raise SystemExit(128 + stop.signal_number) from None
     except KeyboardInterrupt:
-        _say(errors, f"interrupted{running.resume_hint}")
+        _say(errors, f"interrupted{running.resume_hint or _NOTHING}")
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except SystemExit:
         raise

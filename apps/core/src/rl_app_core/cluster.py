@@ -18,6 +18,7 @@ from rl_generation.vllm.scratch import ROOT
 
 from .config.sections import Cluster
 from .guardian import guarded_children
+from .interrupts import handlers_kept
 
 # A batch of rollouts is a few megabytes; Ray's default takes a third of the machine.
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -99,7 +100,9 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
     import ray
 
     try:
-        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
+        # Its own for SIGTERM prints a trace.
+        with handlers_kept():
+            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
     except Exception as error:
         raise ClusterError(f"no Ray cluster {where}: {error}") from error
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 
 
@@ -19,6 +21,44 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+
+
+@contextlib.contextmanager
+def terminable() -> Generator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, by an exception that everything open is closed with.
+
+    Left alone it would end the process without a word. Outside the main thread it does nothing.
+
+    Raises:
+        Interrupted: the signal came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Generator[None]:
+    """The scope in which a library installs handlers for signals, which are not wanted afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number, "interrupted")
 
 
 class StopRequest:
