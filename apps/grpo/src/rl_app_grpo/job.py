@@ -182,8 +182,14 @@ def _train(
 def _watcher(
     config: RunConfig, reporter: RunReporter, directory: RunDirectory, measured: EngineMetrics
 ) -> Callable[[StepReport], None]:
+    told_of_a_skip = False
+
     def watch(report: StepReport) -> None:
+        nonlocal told_of_a_skip
         metrics = report.metrics
+        if metrics["skipped"] and not told_of_a_skip:
+            told_of_a_skip = True
+            reporter.line(_skip(report, config))
         held_out = metrics.get("held_out/accuracy")
         shown = {"reward": metrics["reward_mean"], "length": metrics["length_mean"]}
         if held_out is not None:
@@ -197,6 +203,14 @@ def _watcher(
             append_record(directory.rollouts_file, record)
 
     return watch
+
+
+def _skip(report: StepReport, config: RunConfig) -> str:
+    why = "the answers of each group all have one reward" if report.trained.any() else "no answer is usable"
+    return (
+        f"warning    step {report.step} trains nothing: {why}; the run ends after more than "
+        f"{config.algorithm.max_skipped_steps} such steps in a row (algorithm.max_skipped_steps)"
+    )
 
 
 def _rollout_record(step: int, trajectory: Trajectory, advantage: float) -> dict[str, object]:
