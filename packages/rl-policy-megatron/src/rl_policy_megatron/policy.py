@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import cpu_adapter, runtime
+from . import runtime
 from .adapters import Adapters, is_adapter
 from .agreement import agreed
 from .checkpoint import ADAPTERS, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
@@ -49,8 +49,8 @@ class MegatronPolicy:
 
     Raises:
         ModelDirectoryError: the directory is incomplete or contradicts itself.
-        UnsupportedModelError: the model is of a type, or uses an option, that is not supported.
-            Or the layout cannot split it.
+        UnsupportedModelError: the model is of a type, or uses an option, that is not supported, or the
+            layout cannot split it.
         RuntimeStateError: the layout does not fit the number of processes.
     """
 
@@ -295,16 +295,17 @@ class MegatronPolicy:
             weights = {spec.name: spec for spec in self.refit_spec()}
             saved.check(weights, None if adapters is None else adapters.map.specs)
         reference = saved.groups.get(REFERENCE)
-        if adapters is None:
-            self._fill(self._model, saved.groups[WEIGHTS].read)
-            self._reference = None
-            if reference is not None:
-                self._set_reference(reference.read)
-        else:
-            adapters.fill(saved.groups[ADAPTERS].read)
-            adapters.set_reference(None if reference is None else reference.read)
         self.reset_optimizer(saved.optimizer_settings)
-        self._snapshot().continue_from(saved)
+        with agreed(self._placement.world):
+            if adapters is None:
+                self._fill(self._model, saved.groups[WEIGHTS].read)
+            else:
+                adapters.fill(saved.groups[ADAPTERS].read)
+                adapters.set_reference(None if reference is None else reference.read)
+            self._snapshot().continue_from(saved)
+        self._reference = None
+        if adapters is None and reference is not None:
+            self._set_reference(reference.read)
 
     def shutdown(self) -> None:
         """Release memory and, with the last policy, what was set up for the process; idempotent.
@@ -373,7 +374,8 @@ class MegatronPolicy:
 
     def _set_reference(self, read: Callable[[str], torch.Tensor]) -> None:
         reference = self._built()
-        self._fill(reference, read)
+        with agreed(self._placement.world):
+            self._fill(reference, read)
         self._reference = reference.requires_grad_(False)
 
     def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
