@@ -79,7 +79,7 @@ class ParallelLayout:
             split["num_experts"] = (shape.experts.count, "expert", self.expert)
         elif self.expert > 1:
             raise UnsupportedModelError(
-                f"layout.expert is {self.expert}, and this {shape.model_type} model has no experts; set it to 1"
+                f"layout.expert is {self.expert}, and a {shape.model_type} model has no experts; set it to 1"
             )
         for key, (size, name, ranks) in split.items():
             if size % ranks:

@@ -175,7 +175,7 @@ class Schedule:
         for rank, other in enumerate(others):
             if other.tolist() != others[0].tolist():
                 raise BatchError(
-                    f"rank {rank} was given a batch of {other.tolist()} (rows, columns, tokens, longest row), "
+                    f"rank {rank} was given a batch of {other.tolist()} (rows, columns, tokens, longest), "
                     f"rank 0 one of {others[0].tolist()}; every rank needs the whole batch"
                 )
 

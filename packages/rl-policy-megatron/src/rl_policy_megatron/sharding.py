@@ -28,7 +28,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.w
 
 
 class TensorTable(Protocol):
-    """The table between the tensors of a rank and those of the whole model, by the names they are saved under.
+    """The table between the tensors of a rank and those of the whole model, by saved names.
 
     :class:`WeightShards` is that of a model's own weights.
     """

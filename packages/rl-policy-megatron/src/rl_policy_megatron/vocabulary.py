@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .placement import RankGroup
 
@@ -20,7 +20,7 @@ class VocabularyShard:
     """
 
     size: int
-    ranks: RankGroup = RankGroup()
+    ranks: RankGroup = field(default_factory=RankGroup)
 
     @property
     def rows(self) -> int:
