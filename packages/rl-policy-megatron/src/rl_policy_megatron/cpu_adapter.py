@@ -1,6 +1,6 @@
 """What megatron-core needs to run without CUDA: the only place that changes anything outside this package.
 
-megatron-core takes a CUDA device for granted in four ways, and each is answered by the narrowest
+megatron-core takes a CUDA device for granted in five ways, and each is answered by the narrowest
 means that exists:
 
 1. It asks ``torch.cuda`` for the current device, to put buffers there, and to synchronise; experts
@@ -15,6 +15,8 @@ means that exists:
 4. It keeps random states of CUDA devices: sequence parallelism switches to one of them around
    layers that may drop out, activation checkpointing saves and restores them. Nothing here drops
    out, so on the CPU there is one state, torch's own, and nothing to switch to.
+5. It hands the token counts of experts to torch.distributed as numbers, but only when it has copied
+   them from a CUDA device. Those that lie on the CPU already become numbers here.
 
 A model's forward pass needs only the first, so generation runs without any scope. With CUDA present
 nothing here does anything. :func:`install` counts its callers, and the last :func:`uninstall` puts
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .mcore import random_states
+from .mcore import random_states, token_dispatcher
 
 _CPU = torch.device("cpu")
 _installs = 0
@@ -87,6 +89,10 @@ def _set_host_random_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def install() -> None:
     """Answer questions about CUDA devices for the CPU; no effect where CUDA exists."""
     global _installs
@@ -105,6 +111,7 @@ def install() -> None:
         (random_states, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         (random_states, "_get_cuda_rng_state", _host_random_state),
         (random_states, "_set_cuda_rng_state", _set_host_random_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _host_counts),
     )
     for owner, name, answer in answers:
         _originals.append((owner, name, getattr(owner, name)))

@@ -33,6 +33,7 @@ try:
             gather_from_sequence_parallel_region,
         )
         from megatron.core.transformer.module import MegatronModule
+        from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -63,6 +64,7 @@ __all__ = [
     "parallel_state",
     "random_states",
     "submodules_of",
+    "token_dispatcher",
 ]
 
 
