@@ -60,9 +60,11 @@ class ProcessPlace:
         found: list[int] = []
         for entry in os.listdir("/proc"):
             if entry.isdigit():
-                state, group, born = _stat(int(entry))
-                if group == self.pid and born >= self.born and state not in "ZX":
-                    found.append(int(entry))
+                pid = int(entry)
+                state, group, born = _stat(pid)
+                # While a process ends, the kernel no longer tells its group.
+                if self.pid in (pid, group) and born >= self.born and state not in "ZX":
+                    found.append(pid)
         return found
 
 
