@@ -42,8 +42,8 @@ class MegatronPolicy:
     every rank. If a method fails on one rank, it raises on all: :class:`PeerError` on the others.
 
     Args:
-        model_directory: in Hugging Face format: config.json and safetensors; ``llama``, ``qwen2``
-            and ``qwen3``, dense, with tied or untied embeddings.
+        model_directory: in Hugging Face format: config.json and safetensors; ``llama``, ``qwen2``,
+            ``qwen3`` and ``qwen3_moe``, with tied or untied embeddings.
         settings: how it computes.
         optimizer: how it learns.
 
