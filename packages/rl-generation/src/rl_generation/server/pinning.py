@@ -79,6 +79,10 @@ def pin(body: ChatBody, settings: ServerSettings) -> PinnedRequest:
         UnknownModelError: the request is for another model.
     """
     check_model(body.model, settings)
+    if body.stream not in (None, False):
+        raise InvalidRequestError(
+            "server: streaming is not supported; leave stream out, the answer comes in one piece", "stream"
+        )
     for name, neutral in _NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and not any(_same(value, allowed) for allowed in neutral):
@@ -123,9 +127,9 @@ def _profile(body: ChatBody, profiles: Sequence[SamplingProfile]) -> SamplingPro
     for profile in profiles:
         if all(_same(value, getattr(profile, name)) for name, value in asked.items()):
             return profile
-    given = ", ".join(f"{name}={value:g}" for name, value in asked.items())
+    given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     known = "; ".join(
-        f"{p.name}: temperature={p.temperature:g}, top_p={p.top_p:g}, top_k={p.top_k}" for p in profiles
+        f"{p.name}: temperature={p.temperature!r}, top_p={p.top_p!r}, top_k={p.top_k}" for p in profiles
     )
     training = profiles[0]
     odd = next((name for name, value in asked.items() if not _same(value, getattr(training, name))), "")

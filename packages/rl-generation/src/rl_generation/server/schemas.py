@@ -8,13 +8,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
 from ..failures import InvalidRequestError
+from .messages import check_messages, require_unicode
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+Number = Annotated[float, Field(strict=True)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
 
 
 class ChatMessage(BaseModel):
-    """One message. Fields that only a chat template knows are kept."""
+    """One message. Fields that only a chat template knows are kept, unless they are nearly one of these."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -23,6 +25,8 @@ class ChatMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: TokenIds | None = None
+    generation_log_probs: list[Number] | None = None
+    weight_versions: list[StrictInt] | None = None
 
 
 class _Conversation(BaseModel):
@@ -41,8 +45,8 @@ class ChatBody(_Conversation):
 
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: StrictInt | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] | None = None
     logprobs: StrictBool | None = None
@@ -120,9 +124,13 @@ def parse_body(kind: type[_Body], document: Any) -> _Body:
         near = difflib.get_close_matches(unknown[0], kind.model_fields, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; leave it out"
         raise InvalidRequestError(f"server: unknown field {unknown[0]!r}{hint}", unknown[0])
+    require_unicode(document)
     try:
-        return kind.model_validate(document)
+        body = kind.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise InvalidRequestError(f"server: {place}: {first['msg']}", place) from error
+    if isinstance(body, _Conversation):
+        check_messages(body.messages, body.required_prefix_token_ids)
+    return body
