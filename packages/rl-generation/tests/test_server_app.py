@@ -233,3 +233,17 @@ def test_a_client_that_leaves_takes_its_request_along(tokenizer: Any) -> None:
         return engine.cancelled
 
     assert asyncio.run(run()) == 1
+
+
+def test_a_text_that_could_not_fit_is_refused_before_it_is_tokenised(ask: Any, tokenizer: Any) -> None:
+    huge = [{"role": "user", "content": "x" * (65 << 10)}]
+    response, engine = ask(saying(tokenizer, "x"), {"messages": huge})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["kind"]) == (413, "BodyTooLargeError", "data")
+    assert engine.requests == []
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(ask: Any, tokenizer: Any) -> None:
+    many = [{"role": "assistant", "content": "", "generation_token_ids": [1] * 999}]
+    response, _ = ask(saying(tokenizer, "x"), {"messages": many}, max_body_bytes=500)
+    assert (response.status_code, "500 bytes" in response.json()["error"]["message"]) == (413, True)

@@ -76,7 +76,13 @@ def test_an_empty_prefix_would_drop_the_history() -> None:
 
 
 def test_what_a_server_has_answered_and_what_a_template_knows_is_taken() -> None:
-    told = {**ANSWER, "reasoning": "r", "reasoning_content": "r", "refusal": None, "tool_calls": []}
+    told: dict[str, Any] = {
+        **ANSWER,
+        "reasoning": "r",
+        "reasoning_content": "r",
+        "refusal": None,
+        "tool_calls": [],
+    }
     mine = {"role": "user", "content": "", "thinking_budget": 3}
     tool = {"role": "tool", "content": "4", "tool_call_id": "a", "name": "add"}
     assert len(parse_body(ChatBody, {"messages": [USER, told, tool, mine]}).messages) == 4

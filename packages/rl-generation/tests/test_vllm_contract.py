@@ -15,6 +15,7 @@ from rl_generation.failures import EngineDeadError, GenerationError, InvalidRequ
 from rl_generation.protocol import Completion
 from rl_generation.server.asgi import read_body, send_json
 from rl_generation.server.settings import SamplingProfile, ServerSettings
+from rl_generation.server.sizes import read_document
 from rl_generation.vllm.contract import VllmContract
 from rl_generation.vllm.exchange import CURRENT, Exchange
 from rl_generation.vllm.observed import ObservedClient
@@ -345,3 +346,21 @@ def test_f6_an_engine_with_the_models_own_defaults_is_not_served(name: str) -> N
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature"):
         VllmServerSettings(ServerSettings("tiny", 64, 100, (SamplingProfile("cold", 0.001),)))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_text_that_could_not_fit_never_reaches_vllm(path: str) -> None:
+    huge = {"messages": [{"role": "user", "content": "x" * (65 << 10)}]}
+    response, app = ask(saying({"content": "x"}), huge, path=path)
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "BodyTooLargeError")
+    assert app.bodies == []
+
+
+def test_media_are_no_text() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (65 << 10)}}
+    document = {"messages": [{"role": "user", "content": [image]}]}
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(document).encode()}
+
+    assert asyncio.run(read_document(receive, ServerSettings("tiny", 64, 100))) == document

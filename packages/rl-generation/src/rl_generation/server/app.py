@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 
-from ..failures import DeadlineError, InvalidRequestError
+from ..failures import DeadlineError
 from ..protocol import Completion, GenerationRequest
 from .answers import chat_document, models_document, tokenize_document
-from .asgi import to_json
+from .asgi import ClientGoneError, to_json
 from .parsing import AnswerParser, PlainParser
 from .pinning import check_model, pin, room_for
 from .refusals import UnknownRouteError, refusal_of
 from .rendering import ChatRenderer, ChatTokenizer, turn_end_tokens
 from .schemas import ChatBody, TokenizeBody, TokenizeTextBody, parse_body
 from .settings import ServerSettings
+from .sizes import read_document
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _Endpoints:
         return await _answered(self._chat, request)
 
     async def _tokenize(self, request: Request) -> dict[str, Any]:
-        document = await _document(request)
+        document = await read_document(request.receive, self._settings)
         if isinstance(document, dict) and "prompt" in document:
             text = parse_body(TokenizeTextBody, document)
             check_model(text.model, self._settings)
@@ -95,7 +95,7 @@ class _Endpoints:
         return tokenize_document(tokens, self._settings.max_context)
 
     async def _chat(self, request: Request) -> dict[str, Any]:
-        body = parse_body(ChatBody, await _document(request))
+        body = parse_body(ChatBody, await read_document(request.receive, self._settings))
         pinned = pin(body, self._settings)
         prompt = await self._prompt(body)
         stops = self._settings.stop_token_ids
@@ -144,18 +144,14 @@ def _unanswered(gone: bool, timeout_s: float) -> DeadlineError:
 async def _answered(endpoint: Callable[[Request], Awaitable[dict[str, Any]]], request: Request) -> Response:
     try:
         return _json(await endpoint(request))
+    except ClientGoneError:
+        # Nobody reads it.
+        return Response(status_code=400)
     except Exception as error:
         refusal = refusal_of(error)
         if refusal.status == 500:
             _LOG.exception("server: a request failed")
         return _json(refusal.document, refusal.status, refusal.headers)
-
-
-async def _document(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"server: the body is not JSON: {error}") from error
 
 
 async def _disconnected(request: Request) -> None:

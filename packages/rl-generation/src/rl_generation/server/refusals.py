@@ -26,6 +26,10 @@ class UnknownRouteError(InvalidRequestError):
     """The server has no such address, or not with that method."""
 
 
+class BodyTooLargeError(InvalidRequestError):
+    """The request, or the texts in it, are larger than the server reads."""
+
+
 class UnauthorizedError(RequestError):
     """The request carries no token, or another one."""
 
@@ -78,6 +82,8 @@ def _status(error: Exception) -> int:
         return 401
     if isinstance(error, (UnknownModelError, UnknownRouteError)):
         return 404
+    if isinstance(error, BodyTooLargeError):
+        return 413
     if isinstance(error, RequestError):
         return 400
     if isinstance(error, DeadlineError):

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from ..protocol import SamplingParams
 
+# As many spaces as one token stands for in vocabularies with long ones.
+_BYTES_PER_TOKEN = 128
+_LEAST_TEXT_BYTES = 64 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingProfile:
@@ -44,6 +48,7 @@ class ServerSettings:
         max_new_tokens: bound on the tokens of an answer whose request names none; ``None`` is the context.
         stop_token_ids: sampling one of these ends an answer; empty takes those of the chat template.
         request_timeout_s: the longest that a request may take.
+        max_body_bytes: of a request. What its texts may be is less: see :attr:`max_text_bytes`.
 
     Raises:
         ValueError: no profile, or a limit below 1.
@@ -56,11 +61,21 @@ class ServerSettings:
     max_new_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     request_timeout_s: float = 1800.0
+    max_body_bytes: int = 64 << 20
+
+    @property
+    def max_text_bytes(self) -> int:
+        """Of all texts of a request in UTF-8; more could not be the tokens of one context.
+
+        Tokenising takes seconds for each megabyte, in which a server answers nobody else.
+        """
+        return max(_LEAST_TEXT_BYTES, _BYTES_PER_TOKEN * self.max_context)
 
     def __post_init__(self) -> None:
         if not self.profiles:
             raise ValueError("a server needs at least one sampling profile")
         limits = {"max_context": self.max_context, "vocab_size": self.vocab_size}
+        limits["max_body_bytes"] = self.max_body_bytes
         if self.max_new_tokens is not None:
             limits["max_new_tokens"] = self.max_new_tokens
         for name, value in limits.items():

@@ -22,7 +22,6 @@ from ..server.asgi import (
     Scope,
     Send,
     first_of,
-    read_body,
     send_body,
     send_json,
     to_json,
@@ -34,6 +33,7 @@ from ..server.refusals import UnknownRouteError, refusal_of
 from ..server.rendering import check_template_settings
 from ..server.schemas import ChatBody, ChatMessage, TokenizeBody, TokenizeTextBody, parse_body
 from ..server.settings import ServerSettings
+from ..server.sizes import read_document
 from ..server.splice import TOKEN_FIELDS, carried_tokens
 from .exchange import CURRENT, Exchange
 from .seeds import request_seed
@@ -85,10 +85,7 @@ class VllmContract:
             return models_document(settings.model, settings.max_context)
         if where not in (("POST", "/v1/chat/completions"), ("POST", "/tokenize")):
             raise UnknownRouteError(f"server: there is no {where[0]} {where[1]} here", where[1])
-        try:
-            document = json.loads(await read_body(receive))
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"server: the body is not JSON: {error}") from error
+        document = await read_document(receive, settings)
         if where[1] == "/tokenize":
             return await self._tokenize(scope, receive, document)
         return await self._chat(scope, receive, document)
