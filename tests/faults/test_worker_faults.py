@@ -15,11 +15,11 @@ from rl_algorithms.losses import SFTLoss
 from rl_app_core.cluster import ray_cluster
 from rl_app_core.config.sections import Cluster, TinyModel
 from rl_app_core.demonstrations import tokenizer_texts
-from rl_app_core.remote import RemoteWorker, WorkerError
+from rl_app_core.remote import RemoteWorker, group_settings
 from rl_app_core.tiny_model import write_tiny_model
-from rl_app_core.workers import WorkerSettings
 from rl_generation.protocol import GenerationRequest, SamplingParams
-from rl_policy_megatron import OptimizerSettings, PolicySettings
+from rl_policy_megatron.errors import RankError
+from rl_policy_megatron.group import RankSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -63,8 +63,7 @@ def start(model_dir):
     workers = []
 
     def start(cluster: Cluster = CLUSTER) -> RemoteWorker:
-        settings = WorkerSettings(str(model_dir), PolicySettings(), OptimizerSettings(), threads=1)
-        workers.append(RemoteWorker(settings, cluster))
+        workers.append(RemoteWorker(RankSettings(str(model_dir), threads=1), group_settings(cluster)))
         return workers[-1]
 
     yield start
@@ -85,7 +84,7 @@ def other(start):
 
 
 def test_a_failure_in_the_worker_keeps_its_cause_and_the_worker_works_on(worker):
-    with pytest.raises(WorkerError, match=r"train failed: .*the denominator of row 3 is 0") as caught:
+    with pytest.raises(RankError, match=r"train failed: .*the denominator of row 3 is 0") as caught:
         worker.train(BATCH, FailingLoss(), learning_rate=0.1)
     assert caught.value.__cause__ is not None
     before = worker.generate([REQUEST])[0].weight_version
@@ -96,21 +95,18 @@ def test_a_failure_in_the_worker_keeps_its_cause_and_the_worker_works_on(worker)
 def test_a_worker_that_does_not_answer_is_an_error_with_the_remedy(start):
     worker = start(Cluster(threads=1, call_timeout_s=2.0, shutdown_timeout_s=1.0))
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"train did not answer within 2 s; raise cluster\.call_timeout_s"):
+    with pytest.raises(RankError, match=r"train did not answer within 2 s; raise call_timeout_s"):
         worker.train(BATCH, SlowLoss(), learning_rate=0.1)
     assert time.monotonic() - began < 10
     worker.shutdown()
     worker.shutdown()
-    with pytest.raises(WorkerError, match="after shutdown"):
+    with pytest.raises(RankError, match="generate was called after a failure of train"):
         worker.generate([REQUEST])
 
 
 def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error(tmp_path):
-    settings = WorkerSettings(str(tmp_path / "nowhere"), PolicySettings(), OptimizerSettings(), threads=1)
-    with pytest.raises(
-        WorkerError, match=r"start failed: ModelDirectoryError: .*config\.json does not exist"
-    ):
-        RemoteWorker(settings, CLUSTER)
+    with pytest.raises(RankError, match=r"start failed: ModelDirectoryError: .*config\.json does not exist"):
+        RemoteWorker(RankSettings(str(tmp_path / "nowhere"), threads=1), group_settings(CLUSTER))
 
 
 def test_saved_and_loaded_weights_sample_the_same_tokens(worker, other, tmp_path):
@@ -130,6 +126,6 @@ def test_saved_and_loaded_weights_sample_the_same_tokens(worker, other, tmp_path
 def test_a_killed_worker_is_noticed_and_named(other):
     os.kill(int(other.description["pid"]), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="it died during generate"):
+    with pytest.raises(RankError, match="it died during generate"):
         other.generate([REQUEST])
     assert time.monotonic() - began < 30

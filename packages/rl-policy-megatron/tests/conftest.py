@@ -241,14 +241,22 @@ def ray_cluster() -> Iterator[None]:
 
         # The paths of its sockets must stay short.
         scratch = tempfile.mkdtemp(prefix="rl-")
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            log_to_driver=False,
-            _temp_dir=scratch,
-        )
+        for attempt in range(3):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=8,
+                    include_dashboard=False,
+                    object_store_memory=80 * 2**20,
+                    log_to_driver=False,
+                    _temp_dir=scratch,
+                )
+                break
+            except Exception:
+                # Ray gives a node 30 s to start, however busy the machine is.
+                ray.shutdown()
+                if attempt == 2:
+                    raise
         yield
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_policy_megatron import OptimizerSettings, PolicySettings
+from rl_policy_megatron.group import MegatronPolicyGroup
 
 from .chat_model import EngineChatModel
 from .cluster import ray_cluster
@@ -17,13 +17,13 @@ from .demonstrations import tokenizer_texts
 from .engine_fleet import running_fleet
 from .engine_plan import EnginePlan, plan_engines
 from .loggers import Loggers
+from .policy_plan import rank_settings
 from .preflight import Prepared
-from .remote import RemotePolicy, RemoteWorker
+from .remote import RemoteWorker, group_settings
 from .rollout_engine import ColocatedEngine, FleetEngine, RolloutEngine
 from .rollouts import LocalRollouts
 from .run_directory import RunDirectory
 from .tiny_model import write_tiny_model
-from .workers import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Runtime:
     """The living parts of a run.
 
     Attributes:
-        policy: in a Ray actor.
+        policy: in Ray actors, one for each of its ranks.
         engine: what rollouts are sampled with; it always has the policy's newest weights.
         base_urls: of the engine's servers.
         rollouts: environment and engine, bound together.
@@ -39,7 +39,7 @@ class Runtime:
         loggers: where metrics go.
     """
 
-    policy: RemotePolicy
+    policy: MegatronPolicyGroup
     engine: RolloutEngine
     base_urls: tuple[str, ...]
     rollouts: LocalRollouts
@@ -66,14 +66,14 @@ def compose(
 
     Raises:
         ConfigError: the model's tokenizer cannot be used.
-        ClusterError, WorkerError, GenerationError: a process did not start.
+        ClusterError, RankError, GenerationError: a process did not start.
     """
     config = prepared.config
     model_dir = model_directory(config, directory)
     conversation = load_conversation(model_dir, config.model.chat_template)
     plan = plan_engines(config, model_dir)
     with contextlib.ExitStack() as stack:
-        actors = 1 + (0 if plan is None else len(plan.settings))
+        actors = config.policy.parallel.world + (0 if plan is None else len(plan.settings))
         stack.enter_context(ray_cluster(config.cluster, directory.logs, actors=actors))
         parts = _colocated(config, model_dir) if plan is None else _apart(config, model_dir, plan)
         policy, engine, base_urls = stack.enter_context(parts)
@@ -92,22 +92,22 @@ def compose(
         yield Runtime(policy, engine, base_urls, rollouts, conversation, loggers)
 
 
-_Parts = tuple[RemotePolicy, RolloutEngine, tuple[str, ...]]
+_Parts = tuple[MegatronPolicyGroup, RolloutEngine, tuple[str, ...]]
 
 
 @contextlib.contextmanager
 def _colocated(config: RunConfig, model_dir: Path) -> Generator[_Parts]:
     """Policy and engine in one process."""
-    with RemoteWorker(worker_settings(config, model_dir), config.cluster) as worker:
+    with RemoteWorker(rank_settings(config, model_dir), group_settings(config.cluster)) as worker:
         yield worker, ColocatedEngine(worker), ()
 
 
 @contextlib.contextmanager
 def _apart(config: RunConfig, model_dir: Path, plan: EnginePlan) -> Generator[_Parts]:
-    """The policy in one process, and replicas of an engine in others; they start at the same time."""
-    settings = worker_settings(config, model_dir)
+    """The policy's ranks, and replicas of an engine in other processes; they start at the same time."""
+    settings = group_settings(config.cluster, num_gpus=plan.policy_gpus)
     with (
-        RemotePolicy(settings, config.cluster, num_gpus=plan.policy_gpus, wait=False) as policy,
+        MegatronPolicyGroup(rank_settings(config, model_dir), settings, wait=False) as policy,
         running_fleet(plan, config) as fleet,
     ):
         policy.wait_until_started()
@@ -135,34 +135,3 @@ def model_directory(config: RunConfig, directory: RunDirectory) -> Path:
     if not (directory.model / "model.safetensors").is_file():
         write_tiny_model(directory.model, config.model.tiny, tokenizer_texts(), config.seed)
     return directory.model
-
-
-def worker_settings(config: RunConfig, model_dir: Path) -> WorkerSettings:
-    """What the worker is built from."""
-    return WorkerSettings(
-        model_dir=str(model_dir.resolve()),
-        policy=PolicySettings(
-            dtype=config.policy.precision,
-            micro_batch_size=config.policy.micro_batch_size,
-            temperature=config.generation.temperature,
-            seed=config.seed,
-        ),
-        optimizer=warm_start_optimizer(config) if config.warm_start.steps else algorithm_optimizer(config),
-        threads=config.cluster.threads,
-    )
-
-
-def warm_start_optimizer(config: RunConfig) -> OptimizerSettings:
-    """AdamW of the supervised phase."""
-    warm = config.warm_start
-    return OptimizerSettings(
-        betas=warm.adam_betas, weight_decay=warm.weight_decay, grad_clip=warm.gradient_clip
-    )
-
-
-def algorithm_optimizer(config: RunConfig) -> OptimizerSettings:
-    """AdamW of reinforcement learning."""
-    algorithm = config.algorithm
-    return OptimizerSettings(
-        betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay, grad_clip=algorithm.gradient_clip
-    )

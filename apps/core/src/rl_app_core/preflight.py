@@ -19,9 +19,12 @@ from .config import ConfigError, RunConfig
 from .conversation import load_conversation
 from .demonstrations import check_maker
 from .engine_plan import check_engine
+from .policy_plan import check_layout
 from .problems import Problems, load_problems
 
-WORKER = "rl_app_core.workers.ColocatedWorker"
+#: The actor of the policy, by whether the engine is in it
+COLOCATED = "rl_app_core.workers.ColocatedWorker"
+APART = "rl_policy_megatron.group.rank.PolicyRank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: naming key and remedy.
     """
     try:
-        make_actor_runtime_env(WORKER)
+        make_actor_runtime_env(COLOCATED if config.generation.engine == "megatron" else APART)
     except ActorEnvironmentError as error:
         raise ConfigError(str(error)) from error
     check_engine(config)
@@ -50,6 +53,7 @@ def prepare(config: RunConfig) -> Prepared:
         _check_model(config.model.path)
         load_conversation(config.model.path, config.model.chat_template)
     _check_context(config)
+    check_layout(config)
     _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
     environments = _environments(problems)

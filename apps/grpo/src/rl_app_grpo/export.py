@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from rl_algorithms.checkpointing import CheckpointStore
 from rl_algorithms.loops.synchronous import POLICY_FOLDER
-from rl_app_core.compose import model_directory, worker_settings
+from rl_app_core.compose import model_directory
 from rl_app_core.config import ConfigError
+from rl_app_core.policy_plan import policy_settings
 from rl_app_core.run_directory import RunDirectory
 
 
@@ -25,10 +27,11 @@ def export_checkpoint(run_dir: Path, target: Path) -> int:
         raise ConfigError("; ".join([f"{run_dir} has no complete checkpoint to export", *ignored]))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty directory; name a new one")
-    from rl_policy_megatron import MegatronPolicy
+    from rl_policy_megatron import MegatronPolicy, ParallelLayout
 
-    settings = worker_settings(config, model_directory(config, directory))
-    policy = MegatronPolicy(settings.model_dir, settings.policy, settings.optimizer)
+    # One process reads what any number of them has written.
+    settings = replace(policy_settings(config), layout=ParallelLayout())
+    policy = MegatronPolicy(model_directory(config, directory), settings)
     try:
         policy.load(checkpoint.path / POLICY_FOLDER)
         policy.export_hf(target)

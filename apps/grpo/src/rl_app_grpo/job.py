@@ -10,11 +10,12 @@ from rl_algorithms.batching import TrainBatch, build_sft_batch
 from rl_algorithms.checkpointing import Checkpoint, CheckpointStore
 from rl_algorithms.loops import LoopResult, SFTSettings, StepReport, run_grpo, run_sft
 from rl_algorithms.schedules import LearningRateSchedule
-from rl_app_core.compose import Runtime, algorithm_optimizer, compose
+from rl_app_core.compose import Runtime, compose
 from rl_app_core.config import RunConfig
 from rl_app_core.demonstrations import demonstrate
 from rl_app_core.interrupts import Interrupted, StopRequest
 from rl_app_core.memory import peak_memory_mb
+from rl_app_core.policy_plan import algorithm_optimizer
 from rl_app_core.preflight import Prepared
 from rl_app_core.reporting import RunReporter
 from rl_app_core.rollouts import measure

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from .generation import Generation
+from .policy import Policy
 from .section import Beta, Count, File, NonNegative, Positive, Section, Share
 
 
@@ -242,15 +243,6 @@ class Rewards(Section):
     """Factor on the reward of truncated answers, instead of the overlong penalty."""
 
 
-class Policy(Section):
-    """How the policy computes."""
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations. On CPUs bfloat16 is several times slower."""
-    micro_batch_size: PositiveInt = 64
-    """Sequences per forward and backward pass; results do not depend on it."""
-
-
 class Evaluation(Section):
     """Greedy decoding of the held-out problems."""
 
@@ -282,9 +274,9 @@ class Cluster(Section):
     address: str | None = None
     """Address of a running Ray cluster; none starts one on this machine for the run."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the worker; 0 takes all cores that this process may use."""
+    """CPU threads of each of the policy's processes; 0 shares all cores among them."""
     start_timeout_s: Positive = 180.0
-    """For the worker to load its model."""
+    """For the policy's processes to start, and then to load the model."""
     call_timeout_s: Positive = 3600.0
     """No single call to a worker may take longer."""
     shutdown_timeout_s: Positive = 20.0
@@ -308,6 +300,16 @@ class RunConfig(Section):
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _one_process_with_the_engine_in_it(self) -> RunConfig:
+        world = self.policy.parallel.world
+        if self.generation.engine == "megatron" and world > 1:
+            raise ValueError(
+                f"policy.parallel asks for {world} processes, and generation.engine=megatron works in the "
+                "policy's only one; use generation.engine=vllm, or leave policy.parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _engine_computes_like_the_policy(self) -> RunConfig:

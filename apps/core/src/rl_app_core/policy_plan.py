@@ -1,0 +1,116 @@
+"""From the configuration to the policy that a run trains: settings of its ranks, layout, optimizers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from rl_policy_megatron import OptimizerSettings, ParallelLayout, PolicySettings
+from rl_policy_megatron.errors import PolicyError
+from rl_policy_megatron.group import RankSettings
+from rl_policy_megatron.hf_config import ModelShape, read_model_shape
+from rl_policy_megatron.lora import LoraSettings
+from rl_policy_megatron.rope import RopeShape
+
+from .config import ConfigError, RunConfig
+from .config.sections import TinyModel
+from .workers import tensor_source
+
+_REFIT_S = 120.0
+# The ranks name who is missing before the driver's own patience ends.
+_RENDEZVOUS_SHARE = 0.75
+
+
+def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
+    """What the policy's ranks are built from."""
+    cluster = config.cluster
+    return RankSettings(
+        model_directory=str(model_dir.resolve()),
+        policy=policy_settings(config),
+        optimizer=warm_start_optimizer(config) if config.warm_start.steps else algorithm_optimizer(config),
+        world=config.policy.parallel.world,
+        threads=cluster.threads,
+        weight_source=partial(tensor_source, timeout_s=_REFIT_S),
+        rendezvous_timeout_s=_RENDEZVOUS_SHARE * cluster.start_timeout_s,
+        collective_timeout_s=cluster.call_timeout_s,
+        refit_timeout_s=_REFIT_S,
+    )
+
+
+def policy_settings(config: RunConfig) -> PolicySettings:
+    """How the policy computes."""
+    wanted, lora = config.policy, config.policy.lora
+    return PolicySettings(
+        dtype=wanted.precision,
+        micro_batch_size=wanted.micro_batch_size,
+        micro_batch_tokens=wanted.micro_batch_tokens,
+        packing=wanted.packing,
+        recompute=wanted.recompute,
+        temperature=config.generation.temperature,
+        seed=config.seed,
+        layout=_layout(config),
+        lora=None if lora is None else LoraSettings(lora.rank, lora.alpha, lora.targets),
+    )
+
+
+def warm_start_optimizer(config: RunConfig) -> OptimizerSettings:
+    """AdamW of the supervised phase."""
+    warm = config.warm_start
+    return OptimizerSettings(
+        betas=warm.adam_betas, weight_decay=warm.weight_decay, grad_clip=warm.gradient_clip
+    )
+
+
+def algorithm_optimizer(config: RunConfig) -> OptimizerSettings:
+    """AdamW of reinforcement learning."""
+    algorithm = config.algorithm
+    return OptimizerSettings(
+        betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay, grad_clip=algorithm.gradient_clip
+    )
+
+
+def check_layout(config: RunConfig) -> None:
+    """Refuse a layout that cannot split the model, before a process is started.
+
+    Raises:
+        ConfigError: naming the size of the model and the key that does not divide it.
+    """
+    model = config.model
+    if model.path is not None:
+        shape = read_model_shape(model.path)
+    else:
+        assert model.tiny is not None
+        shape = _tiny_shape(model.tiny)
+    try:
+        _layout(config).check_fit(shape)
+    except PolicyError as error:
+        raise ConfigError(f"policy.parallel: {str(error).replace('layout.', 'policy.parallel.')}") from error
+
+
+def _layout(config: RunConfig) -> ParallelLayout:
+    parallel = config.policy.parallel
+    return ParallelLayout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def _tiny_shape(tiny: TinyModel) -> ModelShape:
+    return ModelShape(
+        model_type="qwen3",
+        layers=tiny.layers,
+        hidden=tiny.hidden_size,
+        intermediate=tiny.intermediate_size,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        head_dim=tiny.head_dim,
+        vocabulary=tiny.vocab_size,
+        max_positions=tiny.context,
+        norm_eps=1e-6,
+        tied=True,
+        qkv_bias=False,
+        qk_norm=True,
+        rope=RopeShape(tiny.rope_theta),
+    )

@@ -1,0 +1,102 @@
+"""From the configuration to the policy's ranks, without starting any."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rl_actor_envs.table import ACTOR_ENVIRONMENTS
+from rl_app_core import preflight
+from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config.policy import Lora
+from rl_app_core.policy_plan import check_layout, policy_settings, rank_settings
+from rl_app_core.remote import RemoteWorker, group_settings
+from rl_policy_megatron import ParallelLayout, PolicySettings
+from rl_policy_megatron.group import MegatronPolicyGroup
+from rl_policy_megatron.lora import LoraSettings
+
+SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
+APART = "generation.engine=vllm"
+
+
+def config(*words):
+    return load_config(None, [*SMALLEST, *words])
+
+
+def test_the_defaults_are_one_process_and_what_the_policy_itself_defaults_to():
+    ranks = rank_settings(config(), Path("model"))
+    assert ranks.world == 1
+    assert ranks.policy == PolicySettings(micro_batch_size=64)
+    assert Path(ranks.model_directory).is_absolute()
+
+
+def test_every_setting_reaches_the_policy():
+    settings = policy_settings(
+        config(
+            *("policy.precision=bfloat16", "policy.micro_batch_size=7", "policy.micro_batch_tokens=99"),
+            *("policy.packing=true", "policy.recompute=full", "generation.temperature=0.5", "seed=3"),
+            "policy.lora={rank: 4, alpha: 9, targets: [q_proj, up_proj]}",
+        )
+    )
+    assert settings == PolicySettings(
+        dtype="bfloat16",
+        micro_batch_size=7,
+        micro_batch_tokens=99,
+        packing=True,
+        recompute="full",
+        temperature=0.5,
+        seed=3,
+        lora=LoraSettings(4, 9.0, ("q_proj", "up_proj")),
+    )
+
+
+def test_adapters_have_the_defaults_of_the_package():
+    lora = Lora()
+    assert LoraSettings(lora.rank, lora.alpha, lora.targets) == LoraSettings()
+
+
+def test_a_layout_becomes_that_many_ranks():
+    words = "policy.parallel={tensor: 2, pipeline: 3, data: 4, expert: 2, sequence_parallel: true}"
+    ranks = rank_settings(config(APART, words), Path("model"))
+    assert ranks.world == 24
+    assert ranks.policy.layout == ParallelLayout(2, 3, 2, True)
+    assert ranks.policy.layout.data(ranks.world) == 4
+
+
+def test_who_is_missing_at_the_start_is_told_before_the_drivers_patience_ends():
+    found = config("cluster.start_timeout_s=40", "cluster.call_timeout_s=7", "cluster.threads=3")
+    ranks, group = rank_settings(found, Path("model")), group_settings(found.cluster, num_gpus=0.5)
+    assert ranks.rendezvous_timeout_s < group.start_timeout_s == 40
+    assert (ranks.collective_timeout_s, group.call_timeout_s, ranks.threads) == (7, 7, 3)
+    assert group.num_gpus == 0.5
+
+
+def test_what_ranks_are_built_from_can_be_sent_to_them():
+    ranks = rank_settings(config(APART, "policy.parallel.data=2", "policy.lora={}"), Path("model"))
+    again = pickle.loads(pickle.dumps(ranks))
+    assert (again.policy, again.optimizer, again.world) == (ranks.policy, ranks.optimizer, 2)
+    assert again.weight_source.func is ranks.weight_source.func
+    assert again.weight_source.keywords == ranks.weight_source.keywords
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["policy.parallel.tensor=2"], "num_key_value_heads is 1, which policy.parallel.tensor = 2"),
+        (["policy.parallel.pipeline=3"], "num_hidden_layers is 2, which policy.parallel.pipeline = 3"),
+        (["policy.parallel={data: 2, expert: 2}"], "no experts"),
+    ],
+)
+def test_a_layout_that_cannot_split_the_model_is_refused_before_anything_starts(words, told):
+    with pytest.raises(ConfigError, match=r"^policy\.parallel: ") as caught:
+        check_layout(config(APART, *words))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_policys_actors_have_environments():
+    for name, group in ((preflight.COLOCATED, RemoteWorker), (preflight.APART, MegatronPolicyGroup)):
+        assert f"{group.rank_class.__module__}.{group.rank_class.__qualname__}" == name
+        assert ACTOR_ENVIRONMENTS[name] == ["mcore"]
