@@ -21,6 +21,7 @@ from .demonstrations import check_maker
 from .engine_plan import check_engine
 from .policy_plan import check_layout
 from .problems import Problems, load_problems
+from .prompt_room import check_prompts
 
 #: The actor of the policy, by whether the engine is in it
 COLOCATED = "rl_app_core.workers.ColocatedWorker"
@@ -52,11 +53,12 @@ def prepare(config: RunConfig) -> Prepared:
     if config.model.path is not None:
         _check_model(config.model.path)
         load_conversation(config.model.path, config.model.chat_template)
-    _check_context(config)
+    context = _check_context(config)
     check_layout(config)
     _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
     environments = _environments(problems)
+    check_prompts(config, problems, context)
     if config.warm_start.steps:
         check_maker(config.warm_start.demonstrations, problems.train)
     if len(problems.train) < config.algorithm.prompts_per_step:
@@ -91,7 +93,7 @@ def _environment(key: str, name: str) -> LocalEnvironment:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _check_context(config: RunConfig) -> None:
+def _check_context(config: RunConfig) -> int:
     model, wanted = config.model, config.generation.max_new_tokens
     if model.path is not None:
         context = read_model_shape(model.path).max_positions
@@ -111,6 +113,7 @@ def _check_context(config: RunConfig) -> None:
             f"generation.max_new_tokens={wanted} leaves no room for a prompt in the model's context of "
             f"{context} tokens; lower it"
         )
+    return context
 
 
 def _check_model(path: Path) -> None:
