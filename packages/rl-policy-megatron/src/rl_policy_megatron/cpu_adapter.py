@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .errors import UnsupportedModelError
 from .mcore import random_states, token_dispatcher
 
 _CPU = torch.device("cpu")
@@ -47,6 +48,21 @@ def active() -> bool:
 def device() -> torch.device:
     """Where models live: this process's CUDA device, or the CPU."""
     return _CPU if active() else torch.device("cuda", torch.cuda.current_device())
+
+
+def check_experts(tensor_ranks: int) -> None:
+    """Refuse a mixture of experts whose matrices are split among ranks, where gloo connects them.
+
+    Each rank has another number of tokens for an expert, and gloo gathers equal sizes only.
+
+    Raises:
+        UnsupportedModelError: there is no CUDA and more than one such rank.
+    """
+    if active() and tensor_ranks > 1:
+        raise UnsupportedModelError(
+            f"a mixture of experts with layout.tensor = {tensor_ranks} needs CUDA: gloo cannot gather what "
+            "the ranks of an expert exchange; without CUDA split it by layout.expert, layout.pipeline or rows"
+        )
 
 
 class _HostStream:

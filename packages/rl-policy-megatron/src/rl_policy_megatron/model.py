@@ -89,10 +89,8 @@ def build_model(
     return model.to(device).eval()
 
 
-def load_weights(
-    model: PolicyModel, weight_map: WeightMap, directory: Path, shards: WeightShards | None = None
-) -> None:
-    """Fill the model, or this rank's part of it, from the safetensors of ``directory``.
+def load_weights(model: PolicyModel, weight_map: WeightMap, shards: WeightShards, directory: Path) -> None:
+    """Fill this rank's part of the model from the safetensors of ``directory``.
 
     Raises:
         ModelDirectoryError: a tensor is missing, of the wrong shape, or one too many; or the head
@@ -114,7 +112,7 @@ def load_weights(
             f"{', '.join(sorted(surplus)[:5])}"
         )
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-    (shards or weight_map).fill(parameters, tensors.read, directory)
+    shards.fill(parameters, tensors.read, directory)
 
 
 def _transformer_config(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import runtime
+from . import cpu_adapter, runtime
 from .adapters import Adapters, is_adapter
 from .agreement import agreed
 from .checkpoint import ADAPTERS, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
@@ -67,12 +67,14 @@ class MegatronPolicy:
         self._dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self._closed = True
         self.settings.layout.check_fit(shape)
+        if shape.experts is not None:
+            cpu_adapter.check_experts(self.settings.layout.tensor)
         self._placement = placement = runtime.acquire(self.settings.layout)
         try:
             self._model = self._built(self.settings.recompute)
             self._shards = WeightShards(self._weight_map, self._own_weights(self._model), placement)
             with agreed(placement.world):
-                load_weights(self._model, self._weight_map, self.model_directory, self._shards)
+                load_weights(self._model, self._weight_map, self._shards, self.model_directory)
                 self._adapters = self._adapted(self._model)
             self._trained_table: TensorTable = self._shards if self._adapters is None else self._adapters.map
             self._wrapped = wrap_for_training(self._model)

@@ -105,11 +105,6 @@ class WeightShards:
         self._whole = self._meet()
 
     @property
-    def pieces(self) -> Mapping[str, Piece]:
-        """What this rank has, by megatron's local name."""
-        return self._pieces
-
-    @property
     def specs(self) -> tuple[WeightSpec, ...]:
         """Names, shapes and types of all HF tensors, in the order of :meth:`gather`."""
         return tuple(
