@@ -70,8 +70,8 @@ class Double(PolicyRank):
                 os._exit(7)
             if loss_fn.how == "sleep":
                 time.sleep(600)
-        seen = torch.ones(1)
-        for _ in range(1 if loss_fn.how == "nothing" else 10**9):
+        seen = torch.full((1,), float(loss_fn.rank) if loss_fn.how == "sum" else 1.0)
+        for _ in range(1 if loss_fn.how in ("nothing", "sum") else 10**9):
             dist.all_reduce(seen)
         return float(seen)
 
@@ -177,18 +177,19 @@ def test_ranks_that_find_no_room_are_told_by_the_deadline(start: Callable[..., D
 def test_calls_of_several_threads_reach_all_ranks_in_one_order(start: Callable[..., Doubles]) -> None:
     """Else two ranks would be in different collectives, for ever. And a refit has the ranks for itself."""
     group = start()
-    sums: list[Any] = []
+    sums: dict[int, Any] = {}
 
-    def work() -> None:
-        for _ in range(20):
-            sums.append(group.train(None, Deed(-1, "nothing"), learning_rate=0.1))
+    def work(first: int) -> None:
+        for number in range(first, first + 50):
+            sums[number] = group.train(None, Deed(number, "sum"), learning_rate=0.1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(first,)) for first in (100, 200, 300, 400)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sums == [2.0] * 80
+    assert sums == {number: 2.0 * number for number in sums}
+    assert len(sums) == 200
     assert group.begin("shared_memory") == "begun"
     with pytest.raises(RuntimeStateError, match="begin was called during a refit"):
         group.begin("shared_memory")
