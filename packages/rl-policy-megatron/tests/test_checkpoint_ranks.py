@@ -162,10 +162,12 @@ def _same(got: Any, expected: Any) -> None:
     ("kind", "layout"),
     [
         ("qwen3-tied", {"tensor": 2}),
+        ("qwen2", {"tensor": 2, "sequence_parallel": True}),
         ("qwen3-tied", {"pipeline": 2}),
         ("qwen2", {}),
+        ("qwen3-moe", {"expert": 2}),
     ],
-    ids=["tensor", "pipeline", "data"],
+    ids=["tensor", "sequence", "pipeline", "data", "expert"],
 )
 def test_h14_one_process_to_two_ranks_and_back(
     kind: str,
@@ -232,6 +234,32 @@ def test_h13_two_ranks_resume_to_the_bit_while_saving_in_the_background(
         assert equal
         streams = [name for name in files if name.startswith("random")]
         assert len(streams) == (1 if layout else 2), "one stream per data-parallel rank"
+
+
+def test_h14_two_ranks_to_four(
+    one_process: Callable[..., Any],
+    ranks_of: Callable[[int], Any],
+    model_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """H14: what two pipeline stages saved goes on over four ranks, as tensor × pipeline and as data."""
+    saved, metrics, seen = one_process("qwen3-tied")
+    source, two = str(model_of("qwen3-tied")[0]), tmp_path / "two"
+    ranks_of(2).call(
+        "test_checkpoint_ranks:rank_saves", source=source, saved=str(saved), directory=str(two), seconds=100
+    )
+    for layout in ({"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}):
+        answers = ranks_of(4).call(
+            "test_checkpoint_ranks:rank_resumes", source=source, saved=str(two), layout=layout, seconds=100
+        )
+        for answer in answers:
+            _same(answer, (metrics, seen))
+
+
+def rank_saves(source: str, saved: str, directory: str) -> None:
+    with _policy(source, {"pipeline": 2}) as policy:
+        policy.load(saved)
+        policy.save(directory)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

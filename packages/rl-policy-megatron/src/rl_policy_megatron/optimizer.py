@@ -67,6 +67,13 @@ class PolicyOptimizer:
         with quiet_megatron(), cpu_adapter.device_scope():
             # One inner optimizer per kind of parameter, chained, whatever the declared type says.
             self._megatron: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+        # Split experts have an optimizer of their own, because they have replicas elsewhere.
+        self._holders: dict[int, torch.optim.Optimizer] = {
+            id(weight): part.optimizer
+            for part in self._megatron.chained_optimizers
+            for group in part.optimizer.param_groups
+            for weight in group["params"]
+        }
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -173,4 +180,4 @@ class PolicyOptimizer:
     def _main(self, weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.optim.Optimizer]:
         """The tensor that AdamW updates for a weight, and the AdamW that holds its state."""
         main = getattr(weight, "main_param", weight)
-        return main, self._megatron.optimizer
+        return main, self._holders[id(main)]
