@@ -200,8 +200,9 @@ def test_a_rank_by_itself_says_what_it_lacks(tmp_path: Path) -> None:
 
 
 LEADER = """
-import os, subprocess, sys, time
-os.setpgid(0, 0)
+import subprocess, sys, time
+from rl_policy_megatron.group.processes import ProcessPlace
+ProcessPlace.settle()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 subprocess.Popen(["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", "import time; time.sleep(600)"])
 print("ready", flush=True)
