@@ -51,4 +51,4 @@ def test_two_replicas(
     printed = capsys.readouterr().out
     assert "'vllm-0': <ReplicaState.HEALTHY" in printed
     assert "'vllm-1': <ReplicaState.HEALTHY" in printed
-    assert printed.endswith("} 0\n")
+    assert re.search(r"\} 0$", printed, re.MULTILINE)

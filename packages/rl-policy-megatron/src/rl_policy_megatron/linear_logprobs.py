@@ -1,7 +1,8 @@
 """Log-probabilities and entropies straight from hidden states, without ever holding all logits.
 
 Logits exist for one chunk of tokens at a time, in the forward pass and again, recomputed, in the
-backward pass. Arithmetic on logits is float32 whatever the model's type.
+backward pass, which begins with the chunk that the forward pass ended with. Arithmetic on logits is
+float32 whatever the model's type.
 
 Under tensor parallelism each rank has the logits of its part of the vocabulary. It reduces them to
 a few numbers per token first, and the ranks combine those once for all chunks:
@@ -11,6 +12,7 @@ with m the largest logit, ``log Σ exp x = m + log Σ_ranks exp(m_rank − m) Σ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,6 +106,32 @@ def _owned(token_ids: torch.Tensor, vocabulary: VocabularyShard) -> tuple[torch.
     return local.masked_fill(~own, 0), own
 
 
+@dataclass(slots=True)
+class _Kept:
+    """Numbers of one chunk ``[n, V]``, each to be used once, because using them overwrites them.
+
+    Attributes:
+        numbers: tempered logits less ``subtracted``, or the exponentials of those.
+        subtracted: ``[n]``.
+        exponentiated: which of both.
+    """
+
+    numbers: torch.Tensor
+    subtracted: torch.Tensor
+    exponentiated: bool
+
+    def logprobs(self, normalizer: torch.Tensor) -> torch.Tensor:
+        """With ``normalizer`` ``[n]`` the logarithm of the sum of the exponentials of all logits."""
+        assert not self.exponentiated
+        return self.numbers.sub_((normalizer - self.subtracted)[:, None])
+
+    def probabilities(self, normalizer: torch.Tensor) -> torch.Tensor:
+        """As :meth:`logprobs`, exponentiated."""
+        if not self.exponentiated:
+            return self.logprobs(normalizer).exp_()
+        return self.numbers.mul_((self.subtracted - normalizer).exp_()[:, None])
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override] (torch declares forward for any arguments)
@@ -122,13 +150,19 @@ class _LinearLogprobs(torch.autograd.Function):
         largest.fill_(-torch.inf)
         local, own = _owned(token_ids, vocabulary)
         transposed = weight.t()
-        for rows in _chunks(len(hidden) if len(weight) else 0, chunk_tokens):
+        chunks = list(_chunks(len(hidden) if len(weight) else 0, chunk_tokens))
+        # Logits of one chunk exist anyway: those of the last are there when the backward pass begins with it.
+        learns = any(ctx.needs_input_grad[:2])
+        ctx.kept = None
+        for rows in chunks:
             logits = _tempered(hidden[rows] @ transposed, temperature)
             largest[rows] = logits.amax(-1)
             logits.sub_(largest[rows, None])
             chosen[rows] = logits.gather(1, local[rows])
             unnormalized = logits.exp() if with_entropy else logits.exp_()
             mass[rows] = unnormalized.sum(-1)
+            if learns and rows is chunks[-1]:
+                ctx.kept = _Kept(logits, largest[rows].clone(), exponentiated=not with_entropy)
             if with_entropy:
                 weighted[rows] = unnormalized.mul_(logits).sum(-1)
         if vocabulary.ranks.size > 1:
@@ -151,8 +185,12 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 7
         transposed = weight.t()
-        for rows in _chunks(len(hidden) if len(weight) else 0, ctx.chunk_tokens):
-            log_p = _tempered(hidden[rows] @ transposed, ctx.temperature).sub_(normalizer[rows, None])
+        for rows in reversed(list(_chunks(len(hidden) if len(weight) else 0, ctx.chunk_tokens))):
+            if ctx.kept is None:
+                logits = _tempered(hidden[rows] @ transposed, ctx.temperature)
+                kept = _Kept(logits, torch.zeros_like(normalizer[rows]), exponentiated=False)
+            else:
+                kept, ctx.kept = ctx.kept, None
             # With x the tempered logits: d log p_t / d x_j = [t = j] − p_j,
             # and d entropy / d x_j = −p_j (log p_j + entropy).
             slope = torch.zeros_like(normalizer[rows, None])
@@ -160,17 +198,21 @@ class _LinearLogprobs(torch.autograd.Function):
                 slope = slope - grad_logprobs[rows].sum(-1, keepdim=True)
             if grad_entropy is not None:
                 weighted = grad_entropy[rows, None]
+                log_p = kept.logprobs(normalizer[rows])
                 probabilities = log_p.exp()
                 grad_logits = log_p.add_(entropy[rows, None]).mul_(-weighted).add_(slope).mul_(probabilities)
             else:
-                grad_logits = log_p.exp_().mul_(slope)
+                grad_logits = kept.probabilities(normalizer[rows]).mul_(slope)
             if grad_logprobs is not None:
                 grad_logits.scatter_add_(1, local[rows], grad_logprobs[rows] * own[rows])
             grad_logits = _tempered(grad_logits, ctx.temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[rows]
+                if grad_logits.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden[rows])
+                else:
+                    grad_weight += grad_logits.t() @ hidden[rows]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None

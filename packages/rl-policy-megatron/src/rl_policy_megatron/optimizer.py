@@ -66,11 +66,12 @@ class PolicyOptimizer:
         )
         with quiet_megatron(), cpu_adapter.device_scope():
             # One inner optimizer per kind of parameter, chained, whatever the declared type says.
-            self._megatron: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+            megatron: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+        self._megatron = megatron
         # Split experts have an optimizer of their own, because they have replicas elsewhere.
         self._holders: dict[int, torch.optim.Optimizer] = {
             id(weight): part.optimizer
-            for part in self._megatron.chained_optimizers
+            for part in megatron.chained_optimizers
             for group in part.optimizer.param_groups
             for weight in group["params"]
         }

@@ -244,6 +244,7 @@ class MegatronPolicy:
         Raises:
             CheckpointError: the directory exists and is not empty.
         """
+        self._require_open()
         weights = self.stream_weights()
         with agreed(self._placement.world):
             try:
@@ -346,8 +347,7 @@ class MegatronPolicy:
 
     @contextmanager
     def _accumulated(self, batch: Batch, loss_fn: LossFunction) -> Generator[Totals]:
-        """The whole batch's gradient is in the buffers within the scope, and gone after it."""
-        self._optimizer.zero_grad()
+        """The whole batch's gradient is in the buffers, which are empty otherwise, within the scope."""
         try:
             with self._random.scope():
                 totals = self._schedule.accumulate(self._wrapped, batch, loss_fn)
