@@ -10,7 +10,7 @@ import pytest
 from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 from rl_app_core import preflight
 from rl_app_core.config import ConfigError, load_config
-from rl_app_core.config.policy import Lora
+from rl_app_core.config.policy import Peft
 from rl_app_core.policy_plan import check_layout, policy_settings, rank_settings
 from rl_app_core.remote import RemoteWorker, group_settings
 from rl_policy_megatron import ParallelLayout, PolicySettings
@@ -37,7 +37,7 @@ def test_every_setting_reaches_the_policy():
         config(
             *("policy.precision=bfloat16", "policy.micro_batch_size=7", "policy.micro_batch_tokens=99"),
             *("policy.packing=true", "policy.recompute=full", "generation.temperature=0.5", "seed=3"),
-            "policy.lora={rank: 4, alpha: 9, targets: [q_proj, up_proj]}",
+            "policy.peft={rank: 4, alpha: 9, targets: [q_proj, up_proj]}",
         )
     )
     assert settings == PolicySettings(
@@ -53,7 +53,7 @@ def test_every_setting_reaches_the_policy():
 
 
 def test_adapters_have_the_defaults_of_the_package():
-    lora = Lora()
+    lora = Peft()
     assert LoraSettings(lora.rank, lora.alpha, lora.targets) == LoraSettings()
 
 
@@ -74,7 +74,7 @@ def test_who_is_missing_at_the_start_is_told_before_the_drivers_patience_ends():
 
 
 def test_what_ranks_are_built_from_can_be_sent_to_them():
-    ranks = rank_settings(config(APART, "policy.parallel.data=2", "policy.lora={}"), Path("model"))
+    ranks = rank_settings(config(APART, "policy.parallel.data=2", "policy.peft={}"), Path("model"))
     again = pickle.loads(pickle.dumps(ranks))
     assert (again.policy, again.optimizer, again.world) == (ranks.policy, ranks.optimizer, 2)
     assert again.weight_source.func is ranks.weight_source.func

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rl_policy_megatron import LossError
+
 LENGTHS = [24, 3, 17, 24, 1, 9, 12, 20]
 KINDS = ["qwen3-tied", "qwen3-untied", "qwen2", "qwen2-tied", "llama3-rope"]
 
@@ -165,3 +167,9 @@ def test_topk_follows_the_whole_distribution(
     torch.testing.assert_close(seen[0][real], expected[real[:, 1:]], rtol=0, atol=1e-5)
     assert torch.equal(seen[1][real], ids[real[:, 1:]])
     torch.testing.assert_close(seen[2], seen[0], rtol=0, atol=1e-6)
+    values, tokens = policy.topk_logits(batch, 3)
+    torch.testing.assert_close(values, seen[0], rtol=0, atol=1e-6)
+    assert torch.equal(tokens, seen[1])
+    for k in (0, policy.vocab_size + 1):
+        with pytest.raises(LossError, match=f"got {k}"):
+            policy.topk_logits(batch, k)

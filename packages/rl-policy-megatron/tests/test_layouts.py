@@ -59,6 +59,7 @@ def observed(policy: MegatronPolicy, batch: Any) -> dict[str, Any]:
         "parameters": policy.parameter_count,
         "logits": policy.token_logits(batch),
         "logprobs": policy.logprobs(batch),
+        "likely": policy.topk_logits(batch, 3)[0],
         "gradients": policy.gradients(batch, rich_loss),
     }
     policy.keep_reference()
@@ -142,7 +143,8 @@ def agree(
         assert seen["spec"] == expected["spec"]
         assert seen["parameters"] == expected["parameters"]
         assert all(torch.equal(seen["initial"][name], tensor) for name, tensor in expected["initial"].items())
-        numbers = ("logits", "logprobs", "gradients", "metrics", "reference", "weights", "second", "trained")
+        numbers = ("logits", "logprobs", "likely", "gradients", "metrics")
+        numbers += ("reference", "weights", "second", "trained")
         found = {name: deviation(seen[name], expected[name]) for name in numbers}
         print(world, kind, layout, {name: f"{value:.1e}" for name, value in found.items()})
         assert all(value <= TOLERANCE for value in found.values()), found

@@ -39,7 +39,7 @@ def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
 
 def policy_settings(config: RunConfig) -> PolicySettings:
     """How the policy computes."""
-    wanted, lora = config.policy, config.policy.lora
+    wanted, lora = config.policy, config.policy.peft
     return PolicySettings(
         dtype=wanted.precision,
         micro_batch_size=wanted.micro_batch_size,

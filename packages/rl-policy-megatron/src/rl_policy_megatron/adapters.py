@@ -12,11 +12,12 @@ import torch
 from .errors import UnsupportedModelError
 from .hf_config import ModelShape
 from .lora import SITES, Adapter, AdapterMap, LoraSettings, Pair
+from .settings import PolicySettings
 
 
-def is_adapter(parameter: str) -> bool:
-    """Whether a parameter of an adapted model, named as megatron does, is an adapter's."""
-    return ".adapter." in parameter
+def own_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a model by megatron's names, those of adapters left out."""
+    return ((name, weight) for name, weight in model.named_parameters() if ".adapter." not in name)
 
 
 def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -36,6 +37,11 @@ class Adapters:
     Raises:
         UnsupportedModelError: a layer lacks a linear that the targets name.
     """
+
+    @classmethod
+    def on(cls, model: Any, shape: ModelShape, settings: PolicySettings) -> Adapters | None:
+        """The adapters that a policy's settings ask for, if they do."""
+        return None if settings.lora is None else cls(model, shape, settings.lora, settings.seed)
 
     def __init__(self, model: Any, shape: ModelShape, settings: LoraSettings, seed: int) -> None:
         self.settings = settings

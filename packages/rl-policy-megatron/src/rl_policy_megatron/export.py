@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from .agreement import agreed
 from .errors import CheckpointError
 from .hf_config import read_json
+from .placement import RankGroup
 from .tensor_files import sync_path, write_json, write_sharded
 
 MAX_SHARD_BYTES = 4 << 30
@@ -64,6 +66,29 @@ def publish_model(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def publish_together(
+    directory: Path,
+    source: Path,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    world: RankGroup,
+) -> None:
+    """:func:`publish_model` of the first rank, for all; each must bring the tensors, gathered one at a time.
+
+    Raises:
+        CheckpointError: ``directory`` exists and is not an empty directory.
+        PeerError: so it was on another rank.
+    """
+    with agreed(world):
+        try:
+            if world.first:
+                publish_model(directory, source, tensors, dtype)
+        finally:
+            # The others gather what one writes, to the last tensor, also where writing failed.
+            for _ in tensors:
+                pass
 
 
 def _write_config(path: Path, source: Path, dtype: str) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from . import cpu_adapter, runtime
-from .adapters import Adapters, is_adapter
+from .adapters import Adapters, own_weights
 from .agreement import agreed
 from .checkpoint import ADAPTERS, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
 from .errors import RuntimeStateError
-from .export import publish_model
+from .export import publish_together
 from .hf_config import read_model_shape
 from .mapping import WeightMap, WeightSpec
 from .microbatch import Batch
@@ -72,10 +72,10 @@ class MegatronPolicy:
         self._placement = placement = runtime.acquire(self.settings.layout)
         try:
             self._model = self._built(self.settings.recompute)
-            self._shards = WeightShards(self._weight_map, self._own_weights(self._model), placement)
+            self._shards = WeightShards(self._weight_map, own_weights(self._model), placement)
             with agreed(placement.world):
                 load_weights(self._model, self._weight_map, self._shards, self.model_directory)
-                self._adapters = self._adapted(self._model)
+                self._adapters = Adapters.on(self._model, shape, self.settings)
             self._trained_table: TensorTable = self._shards if self._adapters is None else self._adapters.map
             self._wrapped = wrap_for_training(self._model)
             self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings(), placement)
@@ -152,11 +152,26 @@ class MegatronPolicy:
             self._adapters.keep_reference()
             return
         reference = self._built()
-        own = dict(self._own_weights(self._model))
+        own = dict(own_weights(self._model))
         with torch.no_grad():
             for name, weight in reference.named_parameters():
                 weight.copy_(own[name])
         self._reference = reference.requires_grad_(False)
+
+    def topk_logits(self, batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``k`` most likely tokens at each place of :meth:`logprobs`, most likely first.
+
+        Returns:
+            ``[B, S, k]`` float32 logits on the CPU, tempered and normalised, which makes them
+            log-probabilities over the whole vocabulary; and ``[B, S, k]`` int64 token ids. Both are 0 in
+            column 0 and at padding.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+            LossError: ``k`` is out of range.
+        """
+        self._require_open()
+        return self._schedule.topk(batch, k)
 
     def token_logits(self, batch: Batch) -> torch.Tensor:
         """``[B, S, V]`` float32 logits on the CPU, untempered; ``[b, i]`` predicts token ``i + 1``.
@@ -245,15 +260,8 @@ class MegatronPolicy:
             CheckpointError: the directory exists and is not empty.
         """
         self._require_open()
-        weights = self.stream_weights()
-        with agreed(self._placement.world):
-            try:
-                if self._placement.world.first:
-                    publish_model(Path(directory), self.model_directory, weights, self._dtype)
-            finally:
-                # The others gather what one writes, to the last tensor, also where writing failed.
-                for _ in weights:
-                    pass
+        weights, world = self.stream_weights(), self._placement.world
+        publish_together(Path(directory), self.model_directory, weights, self._dtype, world)
 
     def save(self, directory: Path | str) -> None:
         """Write weights, optimizer, reference and random state into an empty or new directory.
@@ -355,10 +363,6 @@ class MegatronPolicy:
         finally:
             self._optimizer.zero_grad()
 
-    def _adapted(self, model: PolicyModel) -> Adapters | None:
-        lora = self.settings.lora
-        return None if lora is None else Adapters(model, self._weight_map.shape, lora, self.settings.seed)
-
     def _origin(self) -> Origin:
         """What this policy's checkpoints belong to."""
         if self._adapters is not None and self._base_digest is None:
@@ -371,8 +375,8 @@ class MegatronPolicy:
         )
 
     def _saved_files(self) -> list[SavedFile]:
-        reference = None if self._reference is None else self._own_weights(self._reference)
-        return self._snapshot().files(self._own_weights(self._model), reference)
+        reference = None if self._reference is None else own_weights(self._reference)
+        return self._snapshot().files(own_weights(self._model), reference)
 
     def _set_reference(self, read: Callable[[str], torch.Tensor]) -> None:
         reference = self._built()
@@ -382,10 +386,10 @@ class MegatronPolicy:
 
     def _hf_weights(self, model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's own weights, without adapters."""
-        return self._shards.gather((name, weight.detach()) for name, weight in self._own_weights(model))
+        return self._shards.gather((name, weight.detach()) for name, weight in own_weights(model))
 
     def _fill(self, model: PolicyModel, read: Callable[[str], torch.Tensor]) -> None:
-        self._shards.fill(dict(self._own_weights(model)), read, "the saved weights")
+        self._shards.fill(dict(own_weights(model)), read, "the saved weights")
 
     def _built(self, recompute: Recompute = "none") -> PolicyModel:
         """A model as this policy's, its weights uninitialised."""
@@ -393,7 +397,3 @@ class MegatronPolicy:
 
     def _scheduled(self, model: PolicyModel) -> Schedule:
         return Schedule(model, self.settings, self.vocab_size, self._placement)
-
-    @staticmethod
-    def _own_weights(model: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, weight) for name, weight in model.named_parameters() if not is_adapter(name))

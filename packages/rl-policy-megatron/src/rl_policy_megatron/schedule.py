@@ -16,7 +16,7 @@ import torch
 
 from . import cpu_adapter
 from .agreement import Lockstep, agreed, raise_together
-from .errors import BatchError
+from .errors import BatchError, LossError
 from .logits_view import HiddenStatesView
 from .mcore import (
     DistributedDataParallel,
@@ -68,16 +68,21 @@ class Schedule:
         Raises:
             BatchError: the batch breaks its contract.
         """
-        plan, batches = self._micro_batches(batch)
-        result = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
-        with torch.no_grad(), _mode(self._model, training=False):
-            scores = self._run(self._model, batches, self._hidden_states, self._scores, forward_only=True)
-        if self._placement.speaks:
-            for rows, score in zip(plan, scores, strict=True):
-                if rows:
-                    result[rows, : score.size(1)] = score.cpu()
-        # Each row comes from one rank, and the others add nothing to it.
-        return self._placement.world.sum(result.to(self._device)).cpu()
+        (scores,) = self._collected(batch, lambda view: (view.logprobs(),), [((), torch.float32)])
+        return scores
+
+    def topk(self, batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, S, k]`` float32 log-probabilities and int64 token ids on the CPU, most likely first.
+
+        Raises:
+            BatchError: the batch breaks its contract.
+            LossError: ``k`` is not between 1 and the size of the vocabulary.
+        """
+        if not 1 <= k <= self._vocabulary.size:
+            raise LossError(f"top k needs k between 1 and the vocabulary of {self._vocabulary.size}, got {k}")
+        wanted = [((k,), torch.float32), ((k,), torch.int64)]
+        scores, token_ids = self._collected(batch, lambda view: view.topk_logprobs(k), wanted)
+        return scores, token_ids
 
     def token_logits(self, batch: Batch) -> torch.Tensor:
         """``[B, S, V]`` float32 on the CPU, without gradients, 0 at padding; all at once.
@@ -233,8 +238,31 @@ class Schedule:
         ids = layout.model_input
         return model(ids, layout.positions, None, labels=ids, packed_seq_params=layout.packed)
 
-    def _scores(self, hidden: torch.Tensor, layout: TokenLayout, _batch: Batch) -> torch.Tensor:
-        return self._view(hidden, layout, Lockstep(self._placement.tensor)).logprobs()
+    def _collected(
+        self,
+        batch: Batch,
+        ask: Callable[[HiddenStatesView], Sequence[torch.Tensor]],
+        wanted: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """What the views of all micro-batches answer, on the CPU: ``[B, S, *width]`` for each that is wanted.
+
+        ``ask`` gets the view of one micro-batch and returns one ``[b, s, *width]`` for each.
+        """
+
+        def answer(hidden: torch.Tensor, layout: TokenLayout, _batch: Batch) -> Sequence[torch.Tensor]:
+            return ask(self._view(hidden, layout, Lockstep(self._placement.tensor)))
+
+        plan, batches = self._micro_batches(batch)
+        results = [torch.zeros(*batch.input_ids.shape, *width, dtype=dtype) for width, dtype in wanted]
+        with torch.no_grad(), _mode(self._model, training=False):
+            answers = self._run(self._model, batches, self._hidden_states, answer, forward_only=True)
+        if self._placement.speaks:
+            for rows, parts in zip(plan, answers, strict=True):
+                for result, part in zip(results, parts, strict=True):
+                    if rows:
+                        result[rows, : part.size(1)] = part.cpu()
+        # Each row comes from one rank, and the others add nothing to it.
+        return [self._placement.world.sum(result.to(self._device)).cpu() for result in results]
 
     def _view(self, hidden: torch.Tensor, layout: TokenLayout, lockstep: Lockstep) -> HiddenStatesView:
         # Each rank of the vocabulary has a share of the hidden states' gradient: these add them up.

@@ -44,9 +44,9 @@ class Parallel(Section):
         return self.tensor * self.pipeline * self.data
 
 
-class Lora(Section):
+class Peft(Section):
     """Train low-rank adapters beside the weights, which stay as they are. Without this section all weights
-    are trained; ``policy.lora={}`` is enough to turn adapters on."""
+    are trained; ``policy.peft={}`` is enough to turn adapters on."""
 
     rank: PositiveInt = 16
     """Of each adapter."""
@@ -64,7 +64,7 @@ class Lora(Section):
     """Projections that get adapters."""
 
     @model_validator(mode="after")
-    def _each_once(self) -> Lora:
+    def _each_once(self) -> Peft:
         if len(set(self.targets)) != len(self.targets):
             raise ValueError(f"targets must name each projection once, got {', '.join(self.targets)}")
         return self
@@ -85,14 +85,14 @@ class Policy(Section):
     """``full`` keeps only each layer's input and computes the layer again in the backward pass: about a
     third more arithmetic for a fraction of the memory."""
     parallel: Parallel = Parallel()
-    lora: Lora | None = None
+    peft: Peft | None = None
 
     @model_validator(mode="after")
     def _adapters_are_whole(self) -> Policy:
         parallel = self.parallel
-        if self.lora is not None and parallel.tensor * parallel.pipeline * parallel.expert > 1:
+        if self.peft is not None and parallel.tensor * parallel.pipeline * parallel.expert > 1:
             raise ValueError(
-                f"lora does not go with parallel.tensor={parallel.tensor}, parallel.pipeline="
+                f"peft does not go with parallel.tensor={parallel.tensor}, parallel.pipeline="
                 f"{parallel.pipeline} and parallel.expert={parallel.expert}: adapters are whole on every "
                 "process; set all three to 1 and use parallel.data"
             )

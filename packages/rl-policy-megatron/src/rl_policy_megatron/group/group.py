@@ -131,6 +131,10 @@ class MegatronPolicyGroup:
         """See :meth:`rl_policy_megatron.MegatronPolicy.token_logits`."""
         return self._call("token_logits", batch)
 
+    def topk_logits(self, batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.topk_logits`."""
+        return self._call("topk_logits", batch, k)
+
     def keep_reference(self) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.keep_reference`."""
         self._call("keep_reference")

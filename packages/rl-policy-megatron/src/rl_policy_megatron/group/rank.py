@@ -117,6 +117,10 @@ class PolicyRank:
         """See :meth:`rl_policy_megatron.MegatronPolicy.reference_logprobs`."""
         return self._led(self.policy.reference_logprobs(batch))
 
+    def topk_logits(self, batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.topk_logits`."""
+        return self._led(self.policy.topk_logits(batch, k))
+
     def token_logits(self, batch: Batch) -> torch.Tensor | None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.token_logits`."""
         return self._led(self.policy.token_logits(batch))
