@@ -31,10 +31,10 @@ def test_what_is_in_the_image_works_and_is_this_checkout(built):
 
 
 def test_every_package_is_linked_and_not_copied(built):
-    """Cache, worker's environment and driver's share their files; Gym's actor has some of them, too."""
-    assert built.report.links.get(3, 0) > 10_000
-    assert built.report.links.get(4, 0) > 1_000
-    assert max(built.report.links) == 4
+    """Cache, both policy workers' environments and driver's share their files; Gym's actor has some, too."""
+    assert built.report.links.get(4, 0) > 10_000
+    assert built.report.links.get(5, 0) > 1_000
+    assert max(built.report.links) == 5
 
 
 def test_a_source_edit_rebuilds_the_release_layer_alone(built, edited):
@@ -63,7 +63,7 @@ def test_a_changed_lock_is_a_fingerprint_mismatch_inside(built):
 
 
 def test_an_environment_that_cannot_be_installed_fails_the_build_by_name(built, edited):
-    """A wrong hash in the lock: both environments are attempted, both are named."""
+    """A wrong hash in the lock: all environments with the package are attempted, all are named."""
     lock = edited / "uv.lock"
     before, name, after = lock.read_text().partition('[[package]]\nname = "safetensors"')
     block, _, rest = after.partition("[[package]]")
@@ -75,8 +75,9 @@ def test_an_environment_that_cannot_be_installed_fails_the_build_by_name(built, 
         built.again(edited)
     said = str(caught.value)
     assert f"{ACTOR} (mcore)" in said
+    assert "rl_policy_megatron.group.rank.PolicyRank (mcore)" in said
     assert "driver" in said
-    assert said.count("FAILED") == 2
+    assert said.count("FAILED") == 3
     assert "hash mismatch" in said.lower()
 
 
