@@ -50,6 +50,8 @@ def _edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> 
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_parameters.rope_type 'yarn'"]),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, ["rope_scaling.rope_type 'linear'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling and rope_parameters differ"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling and rope_parameters differ"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def test_batch_without_rows_changes_nothing(
     assert policy.logprobs(nothing).shape == nothing.input_ids.shape
     assert policy.token_logits(nothing).shape == (*nothing.input_ids.shape, 61)
     assert not any(gradient.any() for gradient in policy.gradients(nothing, token_mean_loss).values())
+    # Rows of which no token is predicted are none either: momentum must not move the weights.
+    silent = replace(rows_of(LENGTHS), lengths=torch.ones(len(LENGTHS), dtype=torch.int64))
+    assert (
+        policy.train(silent, lambda view, _: (view.logprobs().sum(), {}), learning_rate=1e-2)["loss"] == 0.0
+    )
+    assert weights_hash(policy) == before
 
 
 def test_reset_optimizer_forgets_moments_and_takes_new_settings(

@@ -199,6 +199,14 @@ class _Reader:
         # Newer files keep everything under rope_parameters, older ones split it over two keys.
         key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
         parameters: dict[str, Any] = content.get(key) or {}
+        older: dict[str, Any] = dict(content.get("rope_scaling") or {})
+        if older:
+            older.setdefault("rope_type", older.pop("type", None))
+        if any(parameters.get(name) != value for name, value in older.items() if key == "rope_parameters"):
+            raise UnsupportedModelError(
+                f"{self._path}: rope_scaling and rope_parameters differ, and which one holds depends on who "
+                "reads them; keep one of them"
+            )
         theta = float(parameters.get("rope_theta") or content.get("rope_theta") or 10000.0)
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if (

@@ -188,7 +188,7 @@ class MegatronPolicy:
         """One optimizer update over the whole batch.
 
         Losses and gradients of micro-batches are added, because each loss is its share of the
-        global loss. A batch without rows changes nothing. Whatever happens, the mode, the random
+        global loss. A batch in which no token is predicted changes nothing. Whatever happens, the mode, the random
         state of the process and the gradients are left as they were.
 
         Returns:
@@ -204,7 +204,7 @@ class MegatronPolicy:
         if not 0 <= learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate}")
         with self._accumulated(batch, loss_fn) as totals:
-            grad_norm = self._optimizer.step(learning_rate) if len(batch.lengths) else 0.0
+            grad_norm = self._optimizer.step(learning_rate) if bool((batch.lengths > 1).any()) else 0.0
         metrics = {name: metric.value() for name, metric in totals.metrics.items()}
         return {**metrics, "loss": totals.loss, "grad_norm": grad_norm}
 
