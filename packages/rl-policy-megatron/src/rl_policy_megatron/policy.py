@@ -188,8 +188,8 @@ class MegatronPolicy:
         """One optimizer update over the whole batch.
 
         Losses and gradients of micro-batches are added, because each loss is its share of the
-        global loss. A batch in which no token is predicted changes nothing. Whatever happens, the mode, the random
-        state of the process and the gradients are left as they were.
+        global loss. A batch that predicts no token changes nothing. Whatever happens, the mode, the
+        random state of the process and the gradients are left as they were.
 
         Returns:
             The loss function's merged metrics, ``loss``, and ``grad_norm`` before clipping.
