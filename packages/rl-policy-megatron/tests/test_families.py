@@ -22,6 +22,8 @@ from rl_policy_megatron import (
 )
 from rl_policy_megatron.hf_config import read_model_shape
 from rl_policy_megatron.mapping import WeightMap
+from rl_policy_megatron.placement import Placement
+from rl_policy_megatron.sharding import WeightShards
 
 MIXTURES = ["qwen3-moe", "qwen3-moe-tied", "qwen3-moe-mixed", "qwen3-moe-one"]
 TIED = ["llama3-rope-tied", "qwen2-tied", "qwen3-tied", "qwen3-moe-tied"]
@@ -282,11 +284,13 @@ def test_the_table_knows_the_names_of_transformer_engines_layers(
     fused = {}
     for name, weight in policy.model.named_parameters():
         layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else -1
-        fused[_spelled_by_transformer_engine(name, layer not in dense)] = torch.zeros_like(weight)
+        empty = torch.nn.Parameter(torch.zeros_like(weight))
+        fused[_spelled_by_transformer_engine(name, layer not in dense)] = empty
     assert any("layer_norm_weight" in name for name in fused)
     assert ("decoder.layers.1.mlp.experts.linear_fc1.weight3" in fused) == (kind == "qwen3-moe-mixed")
-    table.fill(fused, tensors.__getitem__, source)
-    streamed = dict(table.to_hf(fused.items()))
+    shards = WeightShards(table, fused.items(), Placement())
+    shards.fill(fused, tensors.__getitem__, source)
+    streamed = dict(shards.gather(fused.items()))
     assert streamed.keys() == tensors.keys()
     assert all(torch.equal(streamed[name], tensors[name]) for name in tensors)
 
@@ -304,11 +308,10 @@ def test_a_parameter_of_neither_spelling_and_one_under_both_are_refused(
 ) -> None:
     policy, source = policy_of("llama"), model_of("llama")[0]
     table = WeightMap(read_model_shape(source))
-    tensors = load_file(source / "model.safetensors")
     named = dict(policy.model.named_parameters())
     norm = named["decoder.layers.0.input_layernorm.weight"]
     twice = {**named, "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": norm}
     with pytest.raises(PolicyError, match=r"layers\.0\.input_layernorm\.weight"):
-        table.fill(twice, tensors.__getitem__, source)
+        WeightShards(table, twice.items(), Placement())
     with pytest.raises(PolicyError, match=r"no parameter decoder\.layers\.9"):
         table.entry("decoder.layers.9.input_layernorm.weight")

@@ -7,7 +7,7 @@ parameter's shape: weights, gradients, optimizer moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -210,30 +210,6 @@ class WeightMap:
         blocks = tensor.reshape(groups, queries + 2, width, *tensor.shape[1:])
         parts = blocks.split([queries, 1, 1], dim=1)
         return tuple(part.reshape(-1, *tensor.shape[1:]).contiguous() for part in parts)
-
-    def to_hf(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All HF tensors of the named megatron tensors, in the table's order."""
-        named = {self.entry(name).parameter: tensor for name, tensor in tensors}
-        for parameter in self._entry_of:
-            yield from self.split(parameter, named[parameter])
-
-    def fill(
-        self, targets: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor], source: object
-    ) -> None:
-        """Copy HF tensors into ``targets`` (megatron name → tensor, filled in place, cast if needed).
-
-        Raises:
-            ModelDirectoryError: a tensor of another shape than the model's; names both.
-            PolicyError: the model has parameters that the table does not know, or the reverse.
-        """
-        found = [self._fused.get(name, name) for name in targets]
-        if sorted(found) != sorted(self._entry_of):
-            odd = sorted(set(found) ^ set(self._entry_of)) or sorted(targets)
-            raise PolicyError(f"megatron-core built other parameters than this table maps: {', '.join(odd)}")
-        with torch.no_grad():
-            for parameter, target in targets.items():
-                tensor = self.merge_checked(parameter, read, target.shape, source)
-                target.copy_(tensor)
 
     def merge_checked(
         self, parameter: str, read: Callable[[str], torch.Tensor], expected: torch.Size, source: object

@@ -10,6 +10,7 @@ serves anything that has a parameter's shape: weights, gradients, optimizer mome
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -218,11 +219,15 @@ class WeightShards:
             if not piece.is_copy
         ]
         by_expert_rank = expert.gather_objects(own)
+        twice: set[str] = set()
         for stage in pipeline.gather_objects(by_expert_rank):
             for rank in stage:  # type: ignore[attr-defined] (a list, as it was sent)
+                times = Counter(parameter for parameter, _ in rank)
+                # Under both of its spellings.
+                twice.update(parameter for parameter, count in times.items() if count > 1)
                 found.update(rank)
-        if set(found) != set(self._map.parameters):
-            odd = sorted(set(found) ^ set(self._map.parameters))
+        odd = sorted((set(found) ^ set(self._map.parameters)) | twice)
+        if odd:
             raise PolicyError(f"megatron-core built other parameters than this table maps: {', '.join(odd)}")
         return {parameter: found[parameter] for parameter in self._map.parameters}
 
