@@ -69,6 +69,49 @@ def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
 
 
 @pytest.fixture(scope="session")
+def parity_model() -> Callable[[Path, Callable[..., Any]], Path]:
+    """``parity_model(directory, build)``: a model that says 0 or 1, or ends its answer, more often than else.
+
+    ``build`` gets ``vocab_size`` and ``eos_token_id`` and returns a model of ``transformers`` with an untied
+    head, whose random weights are otherwise kept.
+    """
+    return _write_parity_model
+
+
+def _write_parity_model(directory: Path, build: Callable[..., Any]) -> Path:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from rl_app_core.tiny_model import make_tokenizer
+
+    tokenizer = make_tokenizer(["user\nassistant\n", "Is odd ?"], 512)
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(5)
+    model = build(vocab_size=-(-len(tokenizer) // 16) * 16, eos_token_id=tokenizer.eos_token_id)
+    model.float().save_pretrained(directory)
+    # The head has no bias. One direction that every embedding shares stands in for it.
+    weights = load_file(directory / "model.safetensors")
+    likely = [*tokenizer.convert_tokens_to_ids(["0", "1"]), tokenizer.eos_token_id]
+    weights["model.embed_tokens.weight"][:, 0] = 3.0
+    weights["lm_head.weight"][likely, 0] = 0.8
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def parity_rows() -> Callable[[int], list[dict[str, Any]]]:
+    """``parity_rows(count)``: rows that ask whether a number is odd."""
+    return lambda count: [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"Is {number} odd?"}]},
+            "agent_ref": {"name": "final_number"},
+            "answer": str(number % 2),
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
 def learned(tmp_path_factory) -> Run:
     """The default job, half as long as its recipe, with every checkpoint kept."""
     directory = tmp_path_factory.mktemp("default") / "run"

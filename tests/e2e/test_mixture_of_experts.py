@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from rl_app_core.tiny_model import make_tokenizer
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -20,14 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
+def mixture(parity_model, tmp_path_factory) -> Path:
     """Two layers of four experts with random weights, which say 0, 1 or nothing more often than else."""
-    directory = tmp_path_factory.mktemp("mixture") / "model"
-    tokenizer = make_tokenizer(["user\nassistant\n", "Is odd ?"], 512)
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        vocab_size=-(-len(tokenizer) // 16) * 16,
+    shape = functools.partial(
+        Qwen3MoeConfig,
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=48,
@@ -41,31 +36,17 @@ def mixture(tmp_path_factory) -> Path:
         max_position_embeddings=256,
         initializer_range=0.08,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
     )
-    Qwen3MoeForCausalLM(config).float().save_pretrained(directory)
-    # One direction that every embedding shares stands in for the bias that the head has not.
-    weights = load_file(directory / "model.safetensors")
-    likely = [*tokenizer.convert_tokens_to_ids(["0", "1"]), tokenizer.eos_token_id]
-    weights["model.embed_tokens.weight"][:, 0] = 3.0
-    weights["lm_head.weight"][likely, 0] = 0.8
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return parity_model(
+        tmp_path_factory.mktemp("mixture") / "model", lambda **sizes: Qwen3MoeForCausalLM(shape(**sizes))
+    )
 
 
 @pytest.fixture(scope="module")
-def trained(grpo, mixture, tmp_path_factory) -> Run:
+def trained(grpo, mixture, parity_rows, tmp_path_factory) -> Run:
     directory = tmp_path_factory.mktemp("experts") / "run"
-    rows = [
-        {
-            "responses_create_params": {"input": [{"role": "user", "content": f"Is {number} odd?"}]},
-            "agent_ref": {"name": "final_number"},
-            "answer": str(number % 2),
-        }
-        for number in range(40)
-    ]
     problems = directory.parent / "rows.jsonl"
-    problems.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    problems.write_text("".join(f"{json.dumps(row)}\n" for row in parity_rows(40)))
     words = [
         "model.tiny=null",
         f"model.path={mixture}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -13,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from rl_app_core.tiny_model import make_tokenizer
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -121,14 +119,10 @@ def test_the_loss_counts_the_sampled_tokens_of_both_turns_and_no_others(tool_run
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
+def llama(parity_model, tmp_path_factory) -> Path:
     """A Llama with random weights that says 0 or 1 or ends its answer more often than anything else."""
-    directory = tmp_path_factory.mktemp("llama") / "model"
-    tokenizer = make_tokenizer(["user\nassistant\n", "Is odd ?"], 512)
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=-(-len(tokenizer) // 16) * 16,
+    shape = functools.partial(
+        LlamaConfig,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -138,35 +132,21 @@ def llama(tmp_path_factory) -> Path:
         initializer_range=0.08,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
     )
-    LlamaForCausalLM(config).float().save_pretrained(directory)
-    # A Llama's head has no bias. One direction that every embedding shares stands in for it.
-    weights = load_file(directory / "model.safetensors")
-    likely = [*tokenizer.convert_tokens_to_ids(["0", "1"]), tokenizer.eos_token_id]
-    weights["model.embed_tokens.weight"][:, 0] = 3.0
-    weights["lm_head.weight"][likely, 0] = 0.8
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return parity_model(
+        tmp_path_factory.mktemp("llama") / "model", lambda **sizes: LlamaForCausalLM(shape(**sizes))
+    )
 
 
 @pytest.fixture(scope="module")
-def llama_run(grpo, llama, documented_rows, tmp_path_factory) -> Run:
+def llama_run(grpo, llama, documented_rows, parity_rows, tmp_path_factory) -> Run:
     """Every part of the algorithm that the shipped recipes leave off, at once, on problems from a file.
 
     Some of them are the documentation's, which such a model never answers rightly.
     """
     directory = tmp_path_factory.mktemp("parts") / "run"
-    odd_numbers = [
-        {
-            "responses_create_params": {"input": [{"role": "user", "content": f"Is {number} odd?"}]},
-            "agent_ref": {"name": "final_number"},
-            "answer": str(number % 2),
-        }
-        for number in range(60)
-    ]
-    rows = [*map(json.loads, documented_rows.read_text().splitlines()), *odd_numbers]
+    rows = [*map(json.loads, documented_rows.read_text().splitlines()), *parity_rows(60)]
     words = [
         *SMALL,
         "model.tiny=null",
