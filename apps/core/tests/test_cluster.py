@@ -55,3 +55,17 @@ def test_ray_is_silent_about_dead_workers_for_the_length_of_a_run(monkeypatch):
     with cluster._silent_deaths():
         assert worker._worker_logs_enabled is False
     assert worker._worker_logs_enabled is True
+
+
+def test_ray_is_silent_about_a_worker_that_dies_while_ray_shuts_down(monkeypatch):
+    """Its listener runs until the shutdown has ended it, and a run's last act is to end its workers."""
+    monkeypatch.setenv(*cluster._ONE_MACHINE)
+    ray = importlib.import_module("ray")
+    worker = importlib.import_module("ray._private.worker")
+    shown = []
+    monkeypatch.setattr(ray, "init", lambda **_: shown.append(worker._worker_logs_enabled))
+    monkeypatch.setattr(ray, "shutdown", lambda: shown.append(worker._worker_logs_enabled))
+    with cluster._connection("here"):
+        shown.append(worker._worker_logs_enabled)
+    assert shown == [False, False, False]
+    assert worker._worker_logs_enabled is True

@@ -99,18 +99,19 @@ def ray_cluster(settings: Cluster, logs: Path, *, actors: int = 1) -> Generator[
 def _connection(where: str, **arguments: Any) -> Generator[None]:
     import ray
 
-    try:
-        # Its own for SIGTERM prints a trace.
-        with handlers_kept():
-            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
-    except Exception as error:
-        raise ClusterError(f"no Ray cluster {where}: {error}") from error
-    try:
-        with _silent_deaths():
+    # Until Ray's listener has ended too: a death of the last moment reaches it while Ray shuts down.
+    with _silent_deaths():
+        try:
+            # Its own for SIGTERM prints a trace.
+            with handlers_kept():
+                ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
+        except Exception as error:
+            raise ClusterError(f"no Ray cluster {where}: {error}") from error
+        try:
             yield
-    finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
+        finally:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
 
 
 @contextlib.contextmanager
