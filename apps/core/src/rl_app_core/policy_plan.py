@@ -40,10 +40,13 @@ def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
 def policy_settings(config: RunConfig) -> PolicySettings:
     """How the policy computes."""
     wanted, lora = config.policy, config.policy.peft
+    tokens = wanted.micro_batch_tokens
+    passes: dict[str, int] = (
+        {"micro_batch_size": wanted.micro_batch_size} if tokens is None else {"micro_batch_tokens": tokens}
+    )
     return PolicySettings(
+        **passes,
         dtype=wanted.precision,
-        micro_batch_size=wanted.micro_batch_size,
-        micro_batch_tokens=wanted.micro_batch_tokens,
         packing=wanted.packing,
         recompute=wanted.recompute,
         temperature=config.generation.temperature,

@@ -17,6 +17,7 @@ from .errors import (
     PeerError,
     PolicyError,
     RuntimeStateError,
+    SettingsError,
     UnsupportedModelError,
 )
 from .layout import ParallelLayout
@@ -40,6 +41,7 @@ __all__ = [
     "PolicyError",
     "PolicySettings",
     "RuntimeStateError",
+    "SettingsError",
     "UnsupportedModelError",
     "__version__",
 ]

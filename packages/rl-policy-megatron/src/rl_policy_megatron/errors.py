@@ -7,6 +7,10 @@ class PolicyError(RuntimeError):
     """Base of everything this package raises on purpose."""
 
 
+class SettingsError(PolicyError, ValueError):
+    """A setting of the wrong type or outside its range, or two that exclude each other; names it."""
+
+
 class ModelDirectoryError(PolicyError):
     """A model directory that is missing, incomplete, or whose files contradict each other."""
 

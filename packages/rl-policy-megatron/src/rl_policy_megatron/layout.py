@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import RuntimeStateError, UnsupportedModelError
+from .checks import Positive, check_fields
+from .errors import RuntimeStateError, SettingsError, UnsupportedModelError
 from .hf_config import ModelShape
 
 
@@ -20,21 +21,18 @@ class ParallelLayout:
             matrices; saves memory for activations. Needs ``tensor`` > 1.
 
     Raises:
-        ValueError: a size below 1, or sequence parallelism without tensor parallelism.
+        SettingsError: a size below 1, or sequence parallelism without tensor parallelism.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    expert: Positive = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "expert"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"layout.{name} must be an integer of at least 1, got {size!r}")
+        check_fields(self)
         if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("layout.sequence_parallel needs layout.tensor of at least 2, got 1")
+            raise SettingsError("layout.sequence_parallel needs layout.tensor of at least 2, got 1")
 
     @property
     def model_ranks(self) -> int:

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from .checks import AboveZero, Positive, check_fields
+from .errors import SettingsError, UnsupportedModelError
 from .hf_config import ModelShape
 from .mapping import Layout, WeightSpec
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Those of an MLP; the others belong to the attention.
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +35,44 @@ class LoraSettings:
         dropout: must be 0: a policy is scored under the distribution that it was sampled from.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        SettingsError: a value of another type or outside its range, naming it.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Positive = 16
+    alpha: AboveZero = 32.0
     targets: tuple[str, ...] = TARGETS
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ValueError(f"lora.rank must be an integer of at least 1, got {self.rank!r}")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"lora.alpha must be a finite number > 0, got {self.alpha}")
+        check_fields(self)
         unknown = sorted(set(self.targets) - set(TARGETS))
         if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
-            raise ValueError(
-                f"lora.targets must name some of {', '.join(TARGETS)}, each once, got {self.targets}"
+            raise SettingsError(
+                f"LoraSettings.targets must name some of {', '.join(TARGETS)}, each once, got {self.targets}"
             )
         if self.dropout != 0:
-            raise ValueError(
-                f"lora.dropout must be 0, got {self.dropout}: a policy is scored as it was sampled"
+            raise SettingsError(
+                f"LoraSettings.dropout must be 0, got {self.dropout}: a policy is scored as it was sampled"
             )
 
     @property
     def scale(self) -> float:
         """What B A is multiplied by."""
         return self.alpha / self.rank
+
+    def check_fit(self, shape: ModelShape) -> None:
+        """Refuse a model of which a target has no adapters.
+
+        Raises:
+            UnsupportedModelError: a target belongs to the MLP, and a layer has experts in its place.
+        """
+        inside = [name for name in self.targets if name in MLP_TARGETS]
+        if inside and any(shape.has_experts(number) for number in range(shape.layers)):
+            rest = [name for name in TARGETS if name not in MLP_TARGETS]
+            raise UnsupportedModelError(
+                f"lora.targets names {', '.join(inside)}, and layers of this {shape.model_type} model have "
+                f"experts there, which get no adapters; set lora.targets to some of {', '.join(rest)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import cpu_adapter
+from .checks import check
 from .errors import NonFiniteGradientError
 from .mcore import (
     DistributedDataParallel,
@@ -47,6 +48,8 @@ class PolicyOptimizer:
         settings: OptimizerSettings,
         placement: Placement | None = None,
     ) -> None:
+        """``settings`` of any other class are a :class:`SettingsError`."""
+        check("the optimizer's settings", settings, OptimizerSettings)
         self.settings = settings
         self._placement = placement or Placement()
         self._wrapped = wrapped

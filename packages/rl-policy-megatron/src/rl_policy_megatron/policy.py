@@ -14,7 +14,9 @@ import torch
 from . import cpu_adapter, runtime
 from .adapters import Adapters, own_weights
 from .agreement import agreed
+from .answers import LossFunction
 from .checkpoint import ADAPTERS, REFERENCE, WEIGHTS, Origin, SavedFile, read_checkpoint
+from .checks import Rate, check, given
 from .errors import RuntimeStateError
 from .export import publish_together
 from .hf_config import read_model_shape
@@ -28,7 +30,7 @@ from .settings import OptimizerSettings, PolicySettings, Recompute
 from .sharding import TensorTable, WeightShards
 from .snapshot import Snapshot
 from .tensor_files import digest
-from .totals import LossFunction, Totals
+from .totals import Totals
 
 
 class MegatronPolicy:
@@ -50,7 +52,7 @@ class MegatronPolicy:
     Raises:
         ModelDirectoryError: the directory is incomplete or contradicts itself.
         UnsupportedModelError: the model is of a type, or uses an option, that is not supported, or the
-            layout cannot split it.
+            layout cannot split it, or what the adapters belong to is missing.
         RuntimeStateError: the layout does not fit the number of processes.
     """
 
@@ -60,13 +62,14 @@ class MegatronPolicy:
         settings: PolicySettings | None = None,
         optimizer: OptimizerSettings | None = None,
     ) -> None:
-        self.settings = settings or PolicySettings()
+        self.settings = given(settings, PolicySettings, "settings")
+        optimizer = given(optimizer, OptimizerSettings, "optimizer")
         self.model_directory = Path(model_directory)
         shape = read_model_shape(self.model_directory)
         self._weight_map = WeightMap(shape)
         self._dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self._closed = True
-        self.settings.layout.check_fit(shape)
+        self.settings.check_fit(shape)
         if shape.experts is not None:
             cpu_adapter.check_experts(self.settings.layout.tensor)
         self._placement = placement = runtime.acquire(self.settings.layout)
@@ -78,7 +81,7 @@ class MegatronPolicy:
                 self._adapters = Adapters.on(self._model, shape, self.settings)
             self._trained_table: TensorTable = self._shards if self._adapters is None else self._adapters.map
             self._wrapped = wrap_for_training(self._model)
-            self._optimizer = PolicyOptimizer(self._wrapped, optimizer or OptimizerSettings(), placement)
+            self._optimizer = PolicyOptimizer(self._wrapped, optimizer, placement)
             self._schedule = self._scheduled(self._model)
             # Data-parallel ranks have other rows, so they draw other numbers.
             self._random = runtime.RandomStream((self.settings.seed + placement.data.rank) % 2**63)
@@ -196,17 +199,15 @@ class MegatronPolicy:
 
         Raises:
             BatchError: the batch breaks its contract.
-            LossError: the loss is not a finite scalar.
+            LossError: the loss function, or what it returned, breaks its contract.
             PeerError: the loss function failed on another rank.
             NonFiniteGradientError: the gradient is not finite; the weights were not changed.
         """
         self._require_open()
-        if not 0 <= learning_rate < float("inf"):
-            raise ValueError(f"learning_rate must be a finite number >= 0, got {learning_rate}")
+        check("learning_rate", learning_rate, Rate)
         with self._accumulated(batch, loss_fn) as totals:
             grad_norm = self._optimizer.step(learning_rate) if bool((batch.lengths > 1).any()) else 0.0
-        metrics = {name: metric.value() for name, metric in totals.metrics.items()}
-        return {**metrics, "loss": totals.loss, "grad_norm": grad_norm}
+        return {**totals.numbers(), "loss": totals.loss, "grad_norm": grad_norm}
 
     def gradients(self, batch: Batch, loss_fn: LossFunction) -> dict[str, torch.Tensor]:
         """The float32 gradient that :meth:`train` would use, unclipped, by HF name, on the CPU.
@@ -215,7 +216,7 @@ class MegatronPolicy:
 
         Raises:
             BatchError: the batch breaks its contract.
-            LossError: the loss is not a finite scalar.
+            LossError: the loss function, or what it returned, breaks its contract.
         """
         self._require_open()
         with self._accumulated(batch, loss_fn):

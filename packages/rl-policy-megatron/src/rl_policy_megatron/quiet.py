@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import torch
+
 # Each pattern is the start of one known, harmless message: the features named are absent on
 # purpose (no Transformer Engine, no Apex), or of no use to this package, so there is nothing a
 # reader could do about them.
@@ -18,6 +20,11 @@ _HARMLESS_WARNINGS = (
     r"MimoModelConfig is experimental",
     # Where Python compiles megatron's files at their first import.
     r"invalid escape sequence",
+)
+# What torch and megatron say of collectives: good advice where CUDA is, and no use on a CPU.
+_HARMLESS_WITHOUT_CUDA = (
+    r"When using (async grad allreduce|sequence parallelism) it is recommended to set",
+    r"`torch\.distributed\.\w+` is deprecated",
 )
 # Loggers, and the starts of what they say.
 _HARMLESS_RECORDS = {
@@ -33,7 +40,7 @@ def quiet_megatron() -> Generator[None]:
     """Within the scope, the known messages are dropped; everything else is shown as ever."""
     filters = [_Dropped(logging.getLogger(name), start) for name, start in _HARMLESS_RECORDS.items()]
     with warnings.catch_warnings():
-        for message in _HARMLESS_WARNINGS:
+        for message in _HARMLESS_WARNINGS + (() if torch.cuda.is_available() else _HARMLESS_WITHOUT_CUDA):
             warnings.filterwarnings("ignore", message=message)
         for one in filters:
             one.logger.addFilter(one)

@@ -16,6 +16,7 @@ import torch
 
 from . import cpu_adapter
 from .agreement import Lockstep, agreed, raise_together
+from .answers import LossFunction, check_callable, checked_answer, name_of
 from .errors import BatchError, LossError
 from .logits_view import HiddenStatesView
 from .mcore import (
@@ -29,8 +30,9 @@ from .microbatch import Batch, TokenLayout, check_batch
 from .model import PolicyModel
 from .packing import plan_micro_batches
 from .placement import Placement
+from .quiet import quiet_megatron
 from .settings import PolicySettings
-from .totals import LossFunction, Totals, checked_loss
+from .totals import Totals
 from .vocabulary import VocabularyShard
 
 
@@ -120,12 +122,14 @@ class Schedule:
 
         Raises:
             BatchError: the batch breaks its contract.
-            LossError: the loss is not a scalar, or not finite.
+            LossError: the loss function, or what it returned, breaks its contract.
             PeerError: another rank's loss function failed.
         """
         config: Any = self._model.config
         world = self._placement.world
-        totals = Totals()
+        with agreed(world):
+            check_callable(loss_fn)
+        totals = Totals(name=name_of(loss_fn))
         failures: list[Exception] = []
         _, batches = self._micro_batches(batch)
 
@@ -138,10 +142,9 @@ class Schedule:
             if not failures and not isinstance(batch, _NoRows):
                 try:
                     with lockstep.section():
-                        own, metrics = loss_fn(view, batch)
-                        value = checked_loss(own)
-                    totals.add(value, metrics)
-                    loss = loss.to(own.device) + own
+                        answer = checked_answer(loss_fn, loss_fn(view, batch))
+                        totals.add(answer)
+                    loss = loss.to(answer.loss.device) + answer.loss
                 except Exception as error:
                     # Other ranks wait for this one in the schedule; alone there is nobody to wait.
                     if world.size == 1:
@@ -162,7 +165,12 @@ class Schedule:
             except Exception as error:
                 failures.append(error)
         raise_together(world, failures[0] if failures else None)
-        return totals.over_ranks(self._placement)
+        whole = totals.over_ranks(self._placement)
+        # The same on every rank, and so is what is wrong with them.
+        if bool((batch.lengths > 1).any()):
+            whole.require_gradient()
+        whole.numbers()
+        return whole
 
     @property
     def _pad_to(self) -> int:
@@ -222,7 +230,7 @@ class Schedule:
             with cpu_adapter.outside_device_scope():
                 return consume(output, layout, batch)
 
-        with cpu_adapter.device_scope():
+        with quiet_megatron(), cpu_adapter.device_scope():
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),

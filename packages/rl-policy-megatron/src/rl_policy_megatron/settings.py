@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .checks import AboveZero, Beta, Positive, Rate, Seed, check_fields
+from .errors import SettingsError
+from .hf_config import ModelShape
 from .layout import ParallelLayout
 from .lora import LoraSettings
 
 DType = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "full"]
+_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class PolicySettings:
         micro_batch_size: rows that go through the model at once, ≥ 1. Rows are grouped by length,
             so results do not depend on it beyond rounding, only memory and speed do.
         micro_batch_tokens: tokens that go through the model at once, ≥ 1, in place of
-            ``micro_batch_size``: rows are gathered until ``rows × longest`` or, packed, the sum of
-            their lengths reaches it. A longer row goes alone. None counts rows.
+            ``micro_batch_size``, which must be left out: rows are gathered until ``rows × longest``
+            or, packed, the sum of their lengths reaches it. A longer row goes alone. None counts rows.
         packing: the rows of a micro-batch lie end to end as one sequence, each attending to itself
             only and with positions of its own, instead of side by side with padding.
         recompute: ``"full"`` keeps each layer's input only and computes the layer again in the
@@ -38,43 +41,45 @@ class PolicySettings:
         lora: train adapters beside the weights, which stay as they are; None trains the weights.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        SettingsError: a value of another type or outside its range, naming it; or two that exclude
+            each other.
     """
 
     dtype: DType = "float32"
-    micro_batch_size: int = 32
-    micro_batch_tokens: int | None = None
+    micro_batch_size: Positive = _ROWS
+    micro_batch_tokens: Positive | None = None
     packing: bool = False
     recompute: Recompute = "none"
-    logprob_chunk_tokens: int = 512
-    temperature: float = 1.0
-    seed: int = 0
+    logprob_chunk_tokens: Positive = 512
+    temperature: AboveZero = 1.0
+    seed: Seed = 0
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
-        if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size must be at least 1, got {self.micro_batch_size}")
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1 or None, got {self.micro_batch_tokens}")
-        if not isinstance(self.packing, bool):
-            raise ValueError(f"packing must be True or False, got {self.packing!r}")
-        if self.recompute not in ("none", "full"):
-            raise ValueError(f"recompute must be 'none' or 'full', got {self.recompute!r}")
-        if self.logprob_chunk_tokens < 1:
-            raise ValueError(f"logprob_chunk_tokens must be at least 1, got {self.logprob_chunk_tokens}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}")
+        check_fields(self)
+        if self.micro_batch_tokens is not None and self.micro_batch_size != _ROWS:
+            raise SettingsError(
+                f"micro_batch_size={self.micro_batch_size} would have no effect beside "
+                f"micro_batch_tokens={self.micro_batch_tokens}: passes are cut by rows or by tokens; "
+                "leave one of them out"
+            )
         if self.lora is not None and self.layout.model_ranks * self.layout.expert > 1:
-            raise ValueError(
+            raise SettingsError(
                 "lora needs a layout of tensor = pipeline = expert = 1, got "
                 f"{self.layout.tensor}, {self.layout.pipeline}, {self.layout.expert}; "
                 "data-parallel ranks are what is left"
             )
+
+    def check_fit(self, shape: ModelShape) -> None:
+        """Refuse a model that cannot be split, or get adapters, as these settings say.
+
+        Raises:
+            UnsupportedModelError: naming the size or layers of the model, and the setting.
+        """
+        self.layout.check_fit(shape)
+        if self.lora is not None:
+            self.lora.check_fit(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +93,13 @@ class OptimizerSettings:
         grad_clip: largest global L2 norm of the gradient; 0 turns clipping off.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        SettingsError: a value of another type or outside its range, naming it.
     """
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: AboveZero = 1e-8
+    weight_decay: Rate = 0.0
+    grad_clip: Rate = 1.0
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if not 0 < self.eps < math.inf:
-            raise ValueError(f"eps must be a finite number > 0, got {self.eps}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be a finite number >= 0, got {self.weight_decay}")
-        if not 0 <= self.grad_clip < math.inf:
-            raise ValueError(f"grad_clip must be a finite number >= 0 (0 turns it off), got {self.grad_clip}")
+        check_fields(self)

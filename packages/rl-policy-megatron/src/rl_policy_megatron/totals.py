@@ -1,48 +1,58 @@
-"""What a loss function is and returns, and what its results over all micro-batches add up to."""
+"""What the results of a loss function over all micro-batches, and over all ranks, add up to."""
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-import torch
-
+from .answers import Answer, Metric
 from .errors import LossError
 from .placement import Placement
 
 
-class Metric(Protocol):
-    """A number that survives micro-batching because it carries its own denominator.
-
-    Where a policy lies over several processes, metrics are pickled from one to the others.
-    """
-
-    def merge(self, other: Any) -> Any: ...
-
-    def value(self) -> float: ...
-
-
-class LossFunction(Protocol):
-    """``loss_fn(logits, batch) -> (loss, metrics)``, the loss being a share of the global loss."""
-
-    def __call__(self, logits: Any, batch: Any, /) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
-
-
 @dataclass(slots=True)
 class Totals:
-    """What the micro-batches of one update add up to."""
+    """What the micro-batches of one update add up to.
+
+    Attributes:
+        loss: the sum of the shares.
+        metrics: merged, by name.
+        answers: micro-batches that are in it.
+        learns: whether the loss of any of them leads back to the weights.
+        name: of the loss function, for messages.
+    """
 
     loss: float = 0.0
     metrics: dict[str, Metric] = field(default_factory=dict)
+    answers: int = 0
+    learns: bool = False
+    name: str = "the loss function"
 
-    def add(self, loss: float, metrics: Mapping[str, Metric]) -> None:
-        self.loss += loss
-        for name, metric in metrics.items():
-            known = self.metrics.get(name)
-            self.metrics[name] = metric if known is None else known.merge(metric)
+    def add(self, answer: Answer) -> None:
+        """One more micro-batch.
+
+        Raises:
+            LossError: its metrics have other names than those before, or do not merge with them.
+        """
+        self._add(answer.value, answer.metrics, 1, answer.learns)
+
+    def numbers(self) -> dict[str, float]:
+        """The values of the metrics.
+
+        Raises:
+            LossError: one of them has none; names it.
+        """
+        found: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            try:
+                found[name] = float(metric.value())
+            except Exception as error:
+                raise LossError(
+                    f"{self.name}: value() of the metric {name!r}, {metric!r}, gave no number: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return found
 
     def require_sendable(self) -> None:
         """Refuse metrics that cannot reach the other ranks.
@@ -60,28 +70,51 @@ class Totals:
                 ) from error
 
     def over_ranks(self, placement: Placement) -> Totals:
-        """Those of all rows, the same on every rank: merged in the order of the ranks. A collective."""
+        """Those of all rows, the same on every rank: merged in the order of the ranks. A collective.
+
+        Raises:
+            LossError: ranks have metrics that do not go together; all of them raise it.
+        """
         if placement.world.size == 1:
             return self
-        whole = Totals()
+        whole = Totals(name=self.name)
         for part in placement.world.gather_objects(self if placement.speaks else None):
-            if isinstance(part, Totals):
-                whole.add(part.loss, part.metrics)
+            if isinstance(part, Totals) and part.answers:
+                whole._add(part.loss, part.metrics, part.answers, part.learns)
         return whole
 
+    def require_gradient(self) -> None:
+        """Refuse an update in which no loss leads back to the weights.
 
-def checked_loss(loss: Any) -> float:
-    """The loss as a number.
+        Raises:
+            LossError: there were micro-batches, and none had a gradient.
+        """
+        if self.answers and not self.learns:
+            raise LossError(
+                f"{self.name} returned losses without gradient only, so nothing would be learned; compute "
+                "them from logits.logprobs() without detach(), item() or torch.no_grad()"
+            )
 
-    Raises:
-        LossError: it is not a finite floating-point scalar.
-    """
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise LossError(f"a loss function must return a floating-point scalar tensor, got {shape}")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise LossError(
-            f"the loss is {value}; look for inf or NaN in the batch's log-probabilities and advantages"
-        )
-    return value
+    def _add(self, loss: float, metrics: Mapping[str, Metric], answers: int, learns: bool) -> None:
+        if metrics and self.metrics and metrics.keys() != self.metrics.keys():
+            odd = ", ".join(sorted(metrics.keys() ^ self.metrics.keys()))
+            raise LossError(
+                f"{self.name} returned other metrics for one micro-batch than for those before ({odd} in "
+                "some only); return the same names each time, with a count of 0 where there is nothing"
+            )
+        self.metrics |= {name: self._merged(name, metric) for name, metric in metrics.items()}
+        self.loss += loss
+        self.answers += answers
+        self.learns = self.learns or learns
+
+    def _merged(self, name: str, metric: Metric) -> Metric:
+        if name not in self.metrics:
+            return metric
+        known = self.metrics[name]
+        try:
+            return known.merge(metric)
+        except Exception as error:
+            raise LossError(
+                f"{self.name}: the metric {name!r} was {known!r} and then {metric!r}, which do not merge: "
+                f"{type(error).__name__}: {error}"
+            ) from error
