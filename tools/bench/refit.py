@@ -32,6 +32,7 @@ from rl_generation import GenerationRequest, SamplingParams
 from rl_generation.refit.contract import RefitTarget
 from rl_generation.refit.publisher import TensorSource
 from rl_generation.refit.settings import TransportSettings
+from rl_generation.refit.window import LoadingWindow
 from rl_generation.vllm import VllmEngine, VllmSettings
 from rl_policy_megatron import MegatronPolicy, PolicySettings
 
@@ -122,9 +123,11 @@ async def refit(source: TensorSource, engine: RefitTarget, version: int) -> int:
     buckets = 0
     try:
         await engine.begin_refit(source.begin("shared_memory"), version)
-        while (bucket := source.next_bucket()) is not None:
-            await engine.load_bucket(bucket)
-            buckets += 1
+        async with LoadingWindow() as window:
+            # As a fleet asks: in a thread, for its loop has loads to watch.
+            while (bucket := await asyncio.to_thread(source.next_bucket)) is not None:
+                await window.load(bucket, engine.load_bucket(bucket))
+                buckets += 1
         await engine.finish_refit()
     finally:
         source.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
+from rl_generation.refit.transports.segments import NAME
 
 VOCAB = 61
 PADDED_VOCAB = 64
@@ -147,3 +150,19 @@ def build_model(megatron_on_cpu: None) -> Callable[..., Any]:
 def model(build_model: Callable[..., Any]) -> Any:
     """The model that most tests share; tests that change weights build their own."""
     return build_model()
+
+
+@pytest.fixture
+def open_segments() -> Callable[[], int]:
+    """Counts the segments of shared memory that this process has open or mapped, as owner or reader."""
+
+    def count() -> int:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{name}"
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(path).startswith(f"/memfd:{NAME}"):
+                    found.add(os.stat(path).st_ino)
+        return len(found)
+
+    return count

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,15 +76,13 @@ class Driver:
 
     def __init__(self) -> None:
         self.received: dict[str, torch.Tensor] = {}
-        self.folders: set[str] = set()
+        self._reader = BucketReader(TransportSettings())
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         if method == "rl_load_bucket":
             near = bucket_from_json(arguments[0])
-            folder = os.path.dirname(near.location["path"])
-            self.folders.add(folder)
-            reader = BucketReader(TransportSettings(folder=folder))
-            self.received |= {name: tensor.clone() for name, tensor in reader.tensors(near)}
+            self.received |= {name: tensor.clone() for name, tensor in self._reader.tensors(near)}
+            self._reader.close()
         return [None]
 
     async def hold(self) -> None: ...
@@ -94,41 +92,40 @@ async def arriving(folder: Path, **settings: Any) -> tuple[EngineCore, Driver]:
     """A core in a refit."""
     save_file(STATE, folder / "model.safetensors")
     driver: Any = Driver()
-    transport = TransportSettings(folder=str(folder))
-    core = EngineCore(VllmSettings(str(folder), transport=transport, **settings), driver)
+    core = EngineCore(VllmSettings(str(folder), **settings), driver)
     core._facts = SimpleNamespace(tied=False)  # type: ignore[assignment]
     await core.begin_refit(SPEC, 1)
     return core, driver
 
 
-def segments(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith("rl-generation-refit-")]
-
-
-async def settled(folder: Path) -> None:
+async def settled(open_segments: Callable[[], int]) -> None:
     deadline = time.monotonic() + 5
     while any(thread.name.startswith("vllm-0:") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    assert segments(folder) == []
+    gc.collect()
+    assert open_segments() == 0
 
 
-def test_a_bucket_out_of_rays_store_is_put_where_the_engine_can_read_it(tmp_path: Path, store: Store) -> None:
+def test_a_bucket_out_of_rays_store_is_put_where_the_engine_can_read_it(
+    tmp_path: Path, store: Store, open_segments: Callable[[], int]
+) -> None:
     async def go() -> None:
         core, driver = await arriving(tmp_path)
         store.given.set()
         await core.load_bucket(STORED)
-        assert driver.folders == {str(tmp_path)}
         assert {name for name, tensor in STATE.items() if torch.equal(driver.received[name], tensor)} == {
             "a",
             "b",
         }
-        await settled(tmp_path)
+        await settled(open_segments)
 
     asyncio.run(go())
 
 
-def test_the_loop_goes_on_while_a_bucket_is_waited_for(tmp_path: Path, store: Store) -> None:
+def test_the_loop_goes_on_while_a_bucket_is_waited_for(
+    tmp_path: Path, store: Store, open_segments: Callable[[], int]
+) -> None:
     async def go() -> None:
         core, _ = await arriving(tmp_path, refit_timeout_s=0.2)
         loading = asyncio.ensure_future(core.load_bucket(STORED))
@@ -143,12 +140,14 @@ def test_the_loop_goes_on_while_a_bucket_is_waited_for(tmp_path: Path, store: St
         assert longest < 2
         # What comes after all is given back by the thread that waited for it.
         store.given.set()
-        await settled(tmp_path)
+        await settled(open_segments)
 
     asyncio.run(go())
 
 
-def test_a_death_ends_the_wait_for_a_bucket_and_a_loss_is_said(tmp_path: Path, store: Store) -> None:
+def test_a_death_ends_the_wait_for_a_bucket_and_a_loss_is_said(
+    tmp_path: Path, store: Store, open_segments: Callable[[], int]
+) -> None:
     async def go() -> None:
         core, _ = await arriving(tmp_path)
         loading = asyncio.ensure_future(core.load_bucket(STORED))
@@ -158,21 +157,21 @@ def test_a_death_ends_the_wait_for_a_bucket_and_a_loss_is_said(tmp_path: Path, s
             await loading
         store.lost = True
         store.given.set()
-        await settled(tmp_path)
+        await settled(open_segments)
         core, _ = await arriving(tmp_path)
         with pytest.raises(RefitError, match="did not come out of Ray's store"):
             await core.load_bucket(STORED)
-        await settled(tmp_path)
+        await settled(open_segments)
 
     asyncio.run(go())
 
 
-def test_a_copy_can_be_given_back_before_it_is_made(tmp_path: Path, store: Store) -> None:
+def test_a_copy_can_be_given_back_before_it_is_made(store: Store, open_segments: Callable[[], int]) -> None:
     store.given.set()
-    copy = RelayedBucket(STORED, TransportSettings(folder=str(tmp_path)))
+    copy = RelayedBucket(STORED, TransportSettings())
     copy.close()
     copy.make()
-    assert segments(tmp_path) == []
+    assert open_segments() == 0
 
 
 class Base:
@@ -194,12 +193,10 @@ class Loading:
         self.received |= {name: tensor.clone() for name, tensor in tensors}
 
 
-def test_workers_open_buckets_the_way_the_policy_sends_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_open_buckets_the_way_the_policy_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refit_worker, "die_with_parent", print)
     worker_class: Any = type("Worker", (refit_worker.TakesWeights, Base), {})
-    settings = VllmSettings("m", transport=TransportSettings(folder=str(tmp_path), timeout_s=3))
+    settings = VllmSettings("m", transport=TransportSettings(kept_bytes=3, timeout_s=3))
     config = SimpleNamespace(additional_config=engine_arguments(settings, cpu=True)["additional_config"])
     worker = worker_class(config)
     worker._rl_loading = loading = Loading()
@@ -218,21 +215,22 @@ def test_workers_open_buckets_the_way_the_policy_sends_them(
     assert worker._rl_reader._settings == settings.transport
 
 
-def test_an_engine_hands_weights_to_its_own_workers_in_the_same_folder(tmp_path: Path) -> None:
+def test_an_engine_gives_weights_of_its_own_process_by_its_settings() -> None:
     class Engine(VllmEngine):
-        paths: list[str]
+        buckets: list[Bucket]
 
         async def begin_refit(self, spec: Any, version: int) -> None:
-            self.paths = []
+            self.buckets = []
 
         async def load_bucket(self, bucket: Bucket) -> None:
-            self.paths.append(os.path.dirname(bucket.location["path"]))
+            self.buckets.append(bucket)
 
         async def finish_refit(self) -> Any: ...
 
         def _block(self, work: Any, timeout_s: float) -> Any:
             return asyncio.run(work())
 
-    engine = Engine(VllmSettings("m", transport=TransportSettings(folder=str(tmp_path))))
+    engine = Engine(VllmSettings("m", transport=TransportSettings(bucket_bytes=1)))
     engine.update_weights(STATE.items(), 1)
-    assert set(engine.paths) == {str(tmp_path)}
+    assert [[place.name for place in bucket.tensors] for bucket in engine.buckets] == [["a"], ["b"]]
+    assert {bucket.transport for bucket in engine.buckets} == {"shared_memory"}

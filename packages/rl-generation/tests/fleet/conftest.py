@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 import threading
 import time
@@ -181,7 +182,8 @@ class ScriptedReplica:
 class ScriptedSource:
     """A double of the policy's side of a refit: three buckets of one tensor each, without bytes."""
 
-    def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, error: Exception | None = None, *, window: int) -> None:
+        self.window = window
         self.fails_at = fails_at
         self.error = error or RuntimeError("the stream broke")
         self.log: list[str] = []
@@ -200,7 +202,8 @@ class ScriptedSource:
         tensor = SPEC.tensors[self._next]
         self._next += 1
         self.log.append(f"bucket {self._next}")
-        return Bucket("shared_memory", None, 16, (TensorPlace(tensor.name, tensor.shape, "float32", 0),))
+        place = TensorPlace(tensor.name, tensor.shape, "float32", 0)
+        return Bucket("shared_memory", None, 16, (place,), window=self.window)
 
     def end(self) -> None:
         self.log.append("end")
@@ -255,9 +258,10 @@ def scripted_replica() -> type[ScriptedReplica]:
     return ScriptedReplica
 
 
-@pytest.fixture
-def source() -> type[ScriptedSource]:
-    return ScriptedSource
+@pytest.fixture(params=[1, 2])
+def source(request: pytest.FixtureRequest) -> Callable[..., ScriptedSource]:
+    """Makes sources whose buckets are loaded one by one, or one while the next is there already."""
+    return functools.partial(ScriptedSource, window=request.param)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -59,9 +58,9 @@ def require_same(received: Tensors, sent: Tensors) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Any) -> TransportSettings:
-    """Small buckets, in a folder of the test's own."""
-    return TransportSettings(bucket_bytes=256, folder=str(tmp_path), timeout_s=10)
+def settings() -> TransportSettings:
+    """Small buckets."""
+    return TransportSettings(bucket_bytes=256, timeout_s=10)
 
 
 @pytest.fixture
@@ -83,3 +82,4 @@ def make_source(settings: TransportSettings) -> Iterator[Callable[..., TensorSou
     yield make
     for source in sources:
         source.end()
+        source.close()

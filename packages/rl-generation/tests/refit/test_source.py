@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,13 +33,21 @@ def drain(source: TensorSource) -> list[Bucket]:
     return buckets
 
 
-def test_no_segment_is_left_after_an_end(make_source: MakeSource, tmp_path: Path) -> None:
+def test_after_an_end_nothing_published_can_be_read_and_after_close_nothing_is_left(
+    make_source: MakeSource, settings: TransportSettings
+) -> None:
     source = make_source(THREE)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert len(drain(source)) == 3
+    buckets = drain(source)
+    assert len(buckets) == 3
     source.end()
     source.end()
-    assert list(tmp_path.iterdir()) == []
+    for bucket in buckets:
+        with pytest.raises(RefitError, match="is gone; its owner has ended that refit"):
+            BucketReader(settings).tensors(bucket)
+    source.close()
+    source.close()
+    with pytest.raises(RefitError, match="is gone"):
+        BucketReader(settings).tensors(buckets[0])
 
 
 def test_a_source_serves_one_refit_after_another(
@@ -93,7 +101,7 @@ def test_a_bucket_stays_as_it_is_while_the_next_is_packed(
     assert (name, tensor.tolist()) == ("a", [0.0] * 40)
 
 
-def test_a_failing_stream_is_named_with_its_cause(make_source: MakeSource, tmp_path: Path) -> None:
+def test_a_failing_stream_is_named_with_its_cause(make_source: MakeSource) -> None:
     def stream() -> Stream:
         yield "a", THREE["a"]
         raise OSError("the disk is gone")
@@ -105,7 +113,6 @@ def test_a_failing_stream_is_named_with_its_cause(make_source: MakeSource, tmp_p
     with pytest.raises(RefitError, match="this refit has failed"):
         source.next_bucket()
     source.end()
-    assert list(tmp_path.iterdir()) == []
     source.begin("shared_memory")
 
 
@@ -144,30 +151,47 @@ def test_calls_out_of_order_are_refused(make_source: MakeSource) -> None:
         make_source({}, transport=None).begin("shared_memory")
 
 
-def test_a_hanging_stream_has_a_deadline(tmp_path: Path) -> None:
-    released = threading.Event()
+def test_a_hanging_stream_has_a_deadline_and_what_it_writes_yet_reaches_no_later_refit() -> None:
+    released, written = threading.Event(), threading.Event()
+    late = {name: torch.full_like(tensor, -1.0) for name, tensor in THREE.items()}
 
-    def stream() -> Stream:
+    def hanging() -> Stream:
         released.wait(30)
-        yield from THREE.items()
+        yield from late.items()
+        written.set()
 
-    settings = TransportSettings(folder=str(tmp_path), timeout_s=0.2)
-    source = TensorSource(lambda: described(THREE), stream, settings)
+    streams = iter([hanging, THREE.items])
+    settings = TransportSettings(timeout_s=0.5)
+    source = TensorSource(lambda: described(THREE), lambda: next(streams)(), settings)
     source.begin("shared_memory")
     start = time.monotonic()
-    with pytest.raises(RefitError, match=r"packing a bucket did not end within 0\.2 s"):
+    with pytest.raises(RefitError, match=r"packing a bucket did not end within 0\.5 s"):
         source.next_bucket()
     with pytest.raises(RefitError, match="the stream of weights hangs"):
         source.end()
     assert time.monotonic() - start < 5
-    assert list(tmp_path.iterdir()) == []
+    source.begin("shared_memory")
+    bucket = source.next_bucket()
+    assert bucket is not None
     released.set()
-
-
-def test_no_room_is_said_with_its_remedy(tmp_path: Path) -> None:
-    source = TensorSource(
-        lambda: described(THREE), THREE.items, TransportSettings(folder=str(tmp_path / "missing"))
-    )
-    with pytest.raises(RefitError, match=r"no segment can be made in .*missing: .*; set another folder"):
-        source.begin("shared_memory")
+    assert written.wait(10)
+    received = {name: tensor.clone() for name, tensor in BucketReader(settings).tensors(bucket)}
+    require_same(received, THREE)
     source.end()
+    source.close()
+
+
+def test_no_room_is_said_with_its_remedy_and_another_refit_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = TensorSource(lambda: described(THREE), THREE.items, TransportSettings())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(RefitError, match=r"no room for \d+ bytes of shared memory: .*lower bucket_bytes"):
+            source.begin("shared_memory")
+    source.end()
+    source.begin("shared_memory")
+    assert len(drain(source)) == 1
+    source.end()
+    source.close()

@@ -10,6 +10,7 @@ from typing import Any
 from ..failures import DeadlineError, EngineDeadError, GenerationError, RefitError, StaleWeightsError
 from ..protocol import RefitSpec
 from ..refit.contract import Bucket, RefitAck, WeightSource, manifest_digest
+from ..refit.window import LoadingWindow
 from .member import Member
 from .settings import FleetSettings
 from .states import ReplicaEvent, ReplicaState
@@ -62,8 +63,9 @@ class FleetRefit:
         try:
             spec = await self._from_source("begin", lambda: self._source.begin(self._settings.transport))
             await self._begin(spec)
-            while (bucket := await self._from_source("next_bucket", self._source.next_bucket)) is not None:
-                await self._load(bucket)
+            async with LoadingWindow() as window:
+                while (bucket := await self._next_bucket()) is not None:
+                    await window.load(bucket, self._load(bucket))
             await self._finish(spec)
         finally:
             # However it ended; also when the caller gave up.
@@ -77,6 +79,9 @@ class FleetRefit:
             self._begun.add(member)
 
         await self._step("begin_refit", begin)
+
+    async def _next_bucket(self) -> Bucket | None:
+        return await self._from_source("next_bucket", self._source.next_bucket)
 
     async def _load(self, bucket: Bucket) -> None:
         self._mark_moving()
@@ -110,19 +115,22 @@ class FleetRefit:
             *(member.call(work(member), what, timeout_s) for member in members), return_exceptions=True
         )
         for member, outcome in zip(members, outcomes, strict=True):
-            if isinstance(outcome, Exception):
+            if outcome is None:
+                continue
+            if not isinstance(outcome, Exception):
+                raise outcome
+            if member not in self._failed:
+                # Otherwise the load of another bucket has found out first.
                 self._failed[member] = outcome
                 logger.warning("replica %s: dropped out of a refit: %s", member.name, outcome)
-            elif outcome is not None:
-                raise outcome
-        self._taking_part = [member for member in members if member not in self._failed]
+        self._taking_part = [member for member in self._taking_part if member not in self._failed]
         if not self._taking_part:
             first = next(iter(self._failed.values()))
             causes = "; ".join(str(error) for error in self._failed.values())
             raise RefitError(
                 f"fleet: no replica completed the refit to version {self._version}: {causes}"
             ) from first
-        return self._taking_part
+        return [member for member in members if member not in self._failed]
 
     def _mark_moving(self) -> None:
         if not self._moving:

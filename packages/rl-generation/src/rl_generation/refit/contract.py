@@ -37,12 +37,15 @@ class Bucket:
         location: where they are, in the transport's terms (a path, a handle, an object reference).
         nbytes: size of the whole buffer.
         tensors: what lies in it.
+        window: how many buckets, this one being the last, keep their bytes until the next one is asked for.
+            With 1 it has to be loaded before that.
     """
 
     transport: TransportName
     location: Any
     nbytes: int
     tensors: tuple[TensorPlace, ...]
+    window: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,10 @@ class WeightSource(Protocol):
         ...
 
     def next_bucket(self) -> Bucket | None:
-        """Publish the next part; the one before is no longer needed. ``None`` after the last."""
+        """Publish the next part; ``None`` after the last.
+
+        Of those before, the last ``window - 1`` may still be being loaded, by the window of the last one.
+        """
         ...
 
     def end(self) -> None:
@@ -89,7 +95,10 @@ class RefitTarget(Protocol):
         ...
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Take the tensors of one bucket; returning means that they are loaded and the bytes may change."""
+        """Take the tensors of one bucket; returning means that they are loaded and the bytes may change.
+
+        Calls may overlap, in the order of the buckets.
+        """
         ...
 
     async def finish_refit(self) -> RefitAck:

@@ -38,7 +38,8 @@ class TensorSource:
     """A :class:`~rl_generation.refit.contract.WeightSource` over a policy's own description and stream.
 
     While engines load one bucket, the next is packed in a thread, if the transport has room for two. So the
-    weights must not change between ``begin`` and ``end``.
+    weights must not change between ``begin`` and ``end``. Use one source for all refits: it may keep
+    transports' memory, which goes with it.
 
     Args:
         spec: name, shape and dtype of all that ``stream`` yields; asked once, because a policy may have
@@ -61,6 +62,7 @@ class TensorSource:
         self._name = name
         self._announcement: RefitSpec | None = None
         self._running: _Running | None = None
+        self._senders: dict[TransportName, Sender] = {}
 
     def begin(self, transport: TransportName) -> RefitSpec:
         """Announce everything, and start to pack.
@@ -75,7 +77,8 @@ class TensorSource:
             self._announcement = spec_of(self._spec())
         spec = self._announcement
         tally = Tally(self._name, spec)
-        sender = make_sender(transport, self._settings)
+        sender = self._senders.get(transport) or make_sender(transport, self._settings)
+        self._senders[transport] = sender
         running = _Running(sender, BucketFiller(self._checked(tally)), tally)
         try:
             sender.open(capacity_for(spec, self._settings.bucket_bytes))
@@ -88,7 +91,7 @@ class TensorSource:
         return spec
 
     def next_bucket(self) -> Bucket | None:
-        """Hand out the next part; the one before is no longer needed. ``None`` after the last.
+        """Hand out the next part; see :class:`~rl_generation.refit.contract.WeightSource`.
 
         Raises:
             RefitError: called outside a refit, the stream failed or did not yield what was announced, or the
@@ -108,7 +111,11 @@ class TensorSource:
             raise
 
     def end(self) -> None:
-        """Let go of what was published; idempotent, also after a failure in between."""
+        """Let go of what was published; idempotent, also after a failure in between.
+
+        Raises:
+            RefitError: the stream of weights hangs.
+        """
         running, self._running = self._running, None
         if running is None:
             return
@@ -116,10 +123,19 @@ class TensorSource:
             if running.ahead is not None:
                 # Its outcome is nobody's concern any more, but it reads the weights.
                 running.ahead.exception(self._settings.timeout_s)
-        except TimeoutError as error:
-            raise RefitError(f"{self._name}: the stream of weights hangs; restart the policy") from error
-        finally:
-            running.sender.close()
+        except BaseException as error:
+            # Whatever it writes yet, it writes to memory that nobody uses.
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise RefitError(f"{self._name}: the stream of weights hangs; restart the policy") from error
+            raise
+        running.sender.rest()
+
+    def close(self) -> None:
+        """Give back what is kept between refits; idempotent, outside a refit."""
+        while self._senders:
+            _, sender = self._senders.popitem()
+            sender.close()
 
     def _next_bucket(self, running: _Running) -> Bucket | None:
         if running.ahead is None:

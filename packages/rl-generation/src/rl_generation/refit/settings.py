@@ -13,8 +13,8 @@ class TransportSettings:
 
     Attributes:
         bucket_bytes: size of a bucket; a tensor that is larger travels alone.
-        folder: of shared-memory files; empty is the system's shared memory, or where a machine has none the
-            folder of temporary files.
+        kept_bytes: shared memory of up to this size stays for the next refit, in the policy and mapped in
+            each engine; more is given back after each.
         receivers: processes that join a collective beside the policy.
         host: address at which the policy accepts the members of a collective. Whoever reaches it can take
             part: neither the store at which members meet nor the broadcast itself, NCCL's or gloo's, knows
@@ -28,7 +28,7 @@ class TransportSettings:
     """
 
     bucket_bytes: int = 16 << 20
-    folder: str = ""
+    kept_bytes: int = 256 << 20
     receivers: int = 1
     host: str = "127.0.0.1"
     trusted_network: bool = False
@@ -37,6 +37,8 @@ class TransportSettings:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if self.kept_bytes < 0:
+            raise ValueError(f"kept_bytes must be at least 0, got {self.kept_bytes}")
         if self.receivers < 1:
             raise ValueError(f"receivers must be at least 1, got {self.receivers}")
         if not self.timeout_s > 0:

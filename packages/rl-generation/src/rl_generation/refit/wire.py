@@ -43,6 +43,7 @@ def bucket_to_json(bucket: Bucket) -> str:
         "location": bucket.location,
         "nbytes": bucket.nbytes,
         "tensors": places,
+        "window": bucket.window,
     }
     try:
         return json.dumps(content)
@@ -65,7 +66,13 @@ def bucket_from_json(text: str) -> Bucket:
             TensorPlace(str(name), _shape(shape), str(dtype), int(offset))
             for name, shape, dtype, offset in content["tensors"]
         )
-        return Bucket(content["transport"], content["location"], int(content["nbytes"]), places)
+        return Bucket(
+            content["transport"],
+            content["location"],
+            int(content["nbytes"]),
+            places,
+            window=int(content["window"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise RefitError(f"refit: no bucket: {error}") from error
 

@@ -174,10 +174,13 @@ class AsyncDriver:
 
     async def drop_caches(self) -> None:
         """Prefixes, those of running requests too, media and what was computed from them."""
-        if await self._engine.reset_prefix_cache(reset_running_requests=True) is False:
+        emptied, *_ = await asyncio.gather(
+            self._engine.reset_prefix_cache(reset_running_requests=True),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+        )
+        if emptied is False:
             raise RuntimeError("vLLM did not empty its prefix cache")
-        await self._engine.reset_mm_cache()
-        await self._engine.reset_encoder_cache()
 
     async def note_version(self, version: int) -> None:
         """vLLM notes it with every batch from now on, if it can."""

@@ -159,10 +159,12 @@ class EngineCore(EngineState):
     async def load_bucket(self, bucket: Bucket) -> None:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""
         self._require_started()
-        async with self._control:
-            with self._weights.taking(bucket):
-                async with self._within_reach(bucket) as near:
-                    await self._workers("rl_load_bucket", bucket_to_json(near))
+        with contextlib.ExitStack() as scope:
+            async with self._control:
+                scope.enter_context(self._weights.taking(bucket))
+            # Workers take one call after another: the next bucket waits there and not here.
+            async with self._within_reach(bucket) as near:
+                await self._workers("rl_load_bucket", bucket_to_json(near))
 
     async def finish_refit(self) -> RefitAck:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""

@@ -27,7 +27,7 @@ class RelayedBucket:
     def __init__(self, bucket: Bucket, settings: TransportSettings) -> None:
         self._bucket = bucket
         self._reader = BucketReader(settings)
-        self._sender = SharedMemorySender(settings)
+        self._sender = SharedMemorySender(settings, slots=1)
         # Held for a moment at a time, never while bytes move.
         self._lock = threading.Lock()
         self._ended = self._unwanted = False

@@ -13,7 +13,7 @@ from ..contract import Bucket, TransportName
 
 
 class Sender(Protocol):
-    """The policy's side, for one refit: open, then buffer, publish, send for each bucket, then close."""
+    """The policy's side. A refit is open, then buffer, publish, send for each bucket, then rest."""
 
     @property
     def slots(self) -> int:
@@ -39,6 +39,13 @@ class Sender(Protocol):
 
     def send(self, bucket: Bucket) -> None:
         """Called when the bucket is handed out; returns without waiting for whoever takes it."""
+        ...
+
+    def rest(self) -> None:
+        """End a refit that nobody packs or reads any more: what was published is gone; idempotent.
+
+        What makes the next :meth:`open` faster may stay.
+        """
         ...
 
     def close(self) -> None:

@@ -102,6 +102,10 @@ class CollectiveSender:
         """Start the broadcast, for whose members this call does not wait."""
         self._broadcast = in_background(lambda: self._send(bucket.nbytes), "refit-broadcast")
 
+    def rest(self) -> None:
+        """Nothing stays."""
+        self.close()
+
     def close(self) -> None:
         """Leave the group and close the store; idempotent. A broadcast that is under way is given up."""
         self._closing.set()

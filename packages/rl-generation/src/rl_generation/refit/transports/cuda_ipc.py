@@ -71,6 +71,10 @@ class CudaIpcSender:
     def send(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
 
+    def rest(self) -> None:
+        """Nothing stays."""
+        self.close()
+
     def close(self) -> None:
         """Let go of the buffers; idempotent. Engines that have them open keep them alive."""
         self._buffers = []

@@ -52,6 +52,10 @@ class ObjectStoreSender:
     def send(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
 
+    def rest(self) -> None:
+        """Nothing stays."""
+        self.close()
+
     def close(self) -> None:
         """Let the store forget the buckets; idempotent."""
         self._references.clear()

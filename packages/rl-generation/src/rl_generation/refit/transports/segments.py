@@ -1,188 +1,212 @@
-"""Files of shared memory: made for this user only, locked while their owner lives, swept when it is dead."""
+"""Shared memory without a name: opened by way of the owner's process, and gone with it, however it ends."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import mmap
 import os
 import re
 import secrets
 import stat
-import tempfile
+import weakref
 
 import torch
 
-from ...failures import RefitError
+from ...failures import RefitError, UnavailableBackendError
+from .pages import drop_private_pages
 
-SYSTEM_FOLDER = "/dev/shm"
-PREFIX = "rl-generation-refit-"
+NAME = "rl-generation-refit"
+HEADER = mmap.ALLOCATIONGRANULARITY
+"""Bytes before the first one of the buffer; they hold the key."""
 
-_NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{16}")
-_ATTEMPTS = 16
+_KEY_BYTES = 16
+_PLACE = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
 # Of linux/mman.h; Python has no name for it.
 _MADV_POPULATE_READ = 22
 
 
-def shared_folder(folder: str = "") -> str:
-    """The folder of the segments: the one given, the system's shared memory, or that of temporary files."""
-    if folder:
-        return os.path.abspath(folder)
-    usable = os.path.isdir(SYSTEM_FOLDER) and os.access(SYSTEM_FOLDER, os.R_OK | os.W_OK | os.X_OK)
-    return SYSTEM_FOLDER if usable else os.path.abspath(tempfile.gettempdir())
-
-
 def page_aligned(nbytes: int) -> int:
-    """The next multiple of the granularity at which files can be mapped; at least one."""
+    """The next multiple of the granularity at which memory is mapped; at least one."""
     return max(1, -(-nbytes // mmap.ALLOCATIONGRANULARITY)) * mmap.ALLOCATIONGRANULARITY
 
 
 class Segment:
-    """A file in shared memory, readable and writable for this user, gone with :meth:`close`.
+    """Memory that other processes of this user, in the same container, map by its :attr:`place`.
 
-    Its lock tells others that the owner lives; the kernel releases it however the owner ends.
+    It opens with a key. Whoever reads compares it with the one that was told, so that nothing told before
+    :meth:`renew` or :meth:`revoke` can be read any more.
 
     Args:
-        nbytes: size, > 0; the memory is there when the constructor returns.
-        folder: where it lies.
+        nbytes: of the buffer, > 0; the memory is there when the constructor returns.
+
+    Attributes:
+        place: where this process has it open.
+        inode: tells it from another one that gets the same place later.
+        buffer: ``[nbytes]`` uint8.
 
     Raises:
-        RefitError: the folder has no room, or refuses.
+        RefitError: there is no room.
+        UnavailableBackendError: this system has no such memory.
     """
 
-    def __init__(self, nbytes: int, folder: str) -> None:
+    def __init__(self, nbytes: int) -> None:
+        create = getattr(os, "memfd_create", None)
+        if create is None:
+            raise UnavailableBackendError(
+                "refit: shared memory needs Linux, which this system is not; choose the transport "
+                "object_store"
+            )
         self.nbytes = nbytes
-        self.path, self._descriptor = _create(folder)
+        descriptor = create(NAME, os.MFD_CLOEXEC)
+        self._end = weakref.finalize(self, os.close, descriptor)
         try:
-            # Without it a full folder is found out by SIGBUS in the middle of a copy.
-            os.posix_fallocate(self._descriptor, 0, nbytes)
-            memory = mmap.mmap(self._descriptor, nbytes)
+            os.fchmod(descriptor, 0o600)
+            # Without it a lack of memory is found out by SIGBUS in the middle of a copy.
+            os.posix_fallocate(descriptor, 0, HEADER + nbytes)
+            memory = mmap.mmap(descriptor, HEADER + nbytes)
         except OSError as error:
-            self.close()
+            self._end()
             raise RefitError(
-                f"refit: {folder} has no room for {nbytes} bytes: {error.strerror}; make it larger (in a "
-                "container with --shm-size), lower bucket_bytes, or set another folder"
+                f"refit: no room for {nbytes} bytes of shared memory: {error.strerror}; give this machine or "
+                "container more, or lower bucket_bytes"
             ) from error
-        self.buffer: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.place = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.inode = os.fstat(descriptor).st_ino
+        self._key: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8, count=_KEY_BYTES)
+        self.buffer: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER)
+
+    def renew(self) -> str:
+        """Put another key and return it."""
+        key = secrets.token_bytes(_KEY_BYTES)
+        self._key.copy_(torch.frombuffer(bytearray(key), dtype=torch.uint8))
+        return key.hex()
+
+    def revoke(self) -> None:
+        """Let no key fit."""
+        self._key.zero_()
 
     def close(self) -> None:
-        """Unlink the file and let go of the memory; idempotent. Readers keep what they have mapped."""
-        if self._descriptor < 0:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        """Revoke, and let go of the memory; idempotent. Readers keep what they have mapped."""
+        if self._end.alive:
+            self.revoke()
+            self._key = self.buffer = torch.empty(0, dtype=torch.uint8)
+            self._end()
 
 
-def map_segment(path: str, offset: int, nbytes: int, folder: str) -> torch.Tensor:
-    """Part of a segment as ``[nbytes]`` uint8, without a copy.
+class SegmentView:
+    """A segment, or one part of it, mapped into a reader's process without a copy.
 
-    The mapping is private: writing to it changes neither the segment nor what others read. What the owner
-    writes later shows through, so it must not outlive the bucket.
+    The mapping is private: writing to it changes neither the segment nor what others read, nor what
+    :meth:`part` gives the next time. What the owner writes later shows through.
 
     Args:
-        path: of the file, directly within ``folder``.
-        offset: a multiple of the page size.
-        nbytes: 0 maps nothing.
-        folder: the only one that is accepted.
+        place: of the segment.
+        inode: of the segment.
+        offset: of the part that is wanted, within the segment's buffer; a multiple of the page size.
+        nbytes: of the part.
+        whole_up_to: a segment of no more bytes is mapped with all its parts.
+
+    Attributes:
+        whole: whether all parts are mapped.
 
     Raises:
-        RefitError: the file is elsewhere, gone, not a plain file of this user alone, or too short.
+        RefitError: the place is elsewhere, gone, or not memory of this kind and of this user alone; or the
+            part does not lie in it.
     """
-    if os.path.dirname(path) != folder or not _NAME.fullmatch(os.path.basename(path)):
-        raise RefitError(f"refit: {path!r} is no segment in {folder}; refused")
+
+    def __init__(self, place: str, inode: int, offset: int, nbytes: int, *, whole_up_to: int = 0) -> None:
+        self.identity = (place, inode)
+        descriptor = _open(place, inode)
+        try:
+            size = os.fstat(descriptor).st_size - HEADER
+            _require_within(place, size, offset, nbytes)
+            self.whole = size <= whole_up_to
+            self._start, self._nbytes = (0, size) if self.whole else (offset, nbytes)
+            self._key = mmap.mmap(descriptor, _KEY_BYTES, prot=mmap.PROT_READ)
+            self._memory = _map(descriptor, HEADER + self._start, self._nbytes)
+        finally:
+            os.close(descriptor)
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._buffer = empty if self._memory is None else torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def require_key(self, key: str) -> None:
+        """Refuse what is not meant to be read any more.
+
+        Raises:
+            RefitError: the segment has another key.
+        """
+        if self._key[:_KEY_BYTES].hex() != key:
+            raise RefitError(
+                f"refit: the bucket at {self.identity[0]} is gone; its owner has ended that refit"
+            )
+
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """``[nbytes]`` uint8 as the owner sees them.
+
+        Args:
+            offset: within the segment's buffer, a multiple of the page size.
+            nbytes: from there.
+
+        Raises:
+            RefitError: the part is not mapped.
+        """
+        start = offset - self._start
+        _require_within(self.identity[0], self._nbytes, start, nbytes)
+        part = self._buffer[start : start + nbytes]
+        if self._memory is not None and nbytes:
+            drop_private_pages(self._memory, start, part)
+        return part
+
+
+def _open(place: str, inode: int) -> int:
+    if not _PLACE.fullmatch(place):
+        raise RefitError(f"refit: {place!r} is no place of shared memory; refused")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Before it is opened, which could do something to a thing of another kind.
+        _require_ours(place, os.stat(place), inode)
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError as error:
         raise RefitError(
-            f"refit: {path} is gone; its owner ended the refit, died, or runs on another node"
+            f"refit: {place} is gone; its owner died, or runs on another node or in another container"
         ) from error
     except OSError as error:
-        raise RefitError(f"refit: {path} cannot be opened: {error.strerror}; refused") from error
+        raise RefitError(
+            f"refit: {place} cannot be opened: {error.strerror}; policy and engine have to run as the same "
+            "user; else choose the transport object_store"
+        ) from error
     try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise RefitError(
-                f"refit: {path} has mode {stat.filemode(facts.st_mode)} and owner {facts.st_uid}; expected a "
-                f"plain file of user {os.geteuid()} alone; refused"
-            )
-        if min(offset, nbytes) < 0 or offset % mmap.ALLOCATIONGRANULARITY or offset + nbytes > facts.st_size:
-            raise RefitError(
-                f"refit: {path} holds {facts.st_size} bytes; a bucket of {nbytes} at {offset} cannot be in it"
-            )
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        memory = mmap.mmap(
-            descriptor,
-            nbytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=offset,
-        )
-    finally:
+        _require_ours(place, os.fstat(descriptor), inode)
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{NAME}"):
+            raise RefitError(f"refit: {place} is not shared memory of a refit; refused")
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_ours(place: str, facts: os.stat_result, inode: int) -> None:
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise RefitError(
+            f"refit: {place} has mode {stat.filemode(facts.st_mode)} and owner {facts.st_uid}; expected "
+            f"memory of user {os.geteuid()} alone; refused"
+        )
+    if facts.st_ino != inode:
+        raise RefitError(f"refit: {place} is gone; something else is open there now")
+
+
+def _require_within(place: str, size: int, offset: int, nbytes: int) -> None:
+    if min(offset, nbytes) < 0 or offset % mmap.ALLOCATIONGRANULARITY or offset + nbytes > size:
+        raise RefitError(
+            f"refit: {place} holds {size} bytes; a bucket of {nbytes} at {offset} cannot be in it"
+        )
+
+
+def _map(descriptor: int, offset: int, nbytes: int) -> mmap.mmap | None:
+    if nbytes == 0:
+        return None
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=protection, offset=offset)
     # Saves a tenth of the time; kernels before 5.14 refuse. MAP_POPULATE would copy every page.
     with contextlib.suppress(OSError):
         memory.madvise(_MADV_POPULATE_READ)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def sweep(folder: str) -> list[str]:
-    """Unlink this user's segments whose owners are dead.
-
-    Returns:
-        Their paths; what cannot be looked at is left alone.
-    """
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    paths = [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
-    return [path for path in paths if _unlink_if_dead(path)]
-
-
-def _unlink_if_dead(path: str) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return True
-    except OSError:
-        # Its owner lives, or somebody else was faster.
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _create(folder: str) -> tuple[str, int]:
-    for _ in range(_ATTEMPTS):
-        path = os.path.join(folder, PREFIX + secrets.token_hex(8))
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RefitError(
-                f"refit: no segment can be made in {folder}: {error.strerror}; set another folder"
-            ) from error
-        try:
-            os.fchmod(descriptor, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A sweep between creation and lock has taken it for one of a dead owner.
-            if os.fstat(descriptor).st_nlink:
-                return path, descriptor
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(descriptor)
-                raise RefitError(f"refit: {path} cannot be locked: {error.strerror}") from error
-        os.close(descriptor)
-    raise RefitError(f"refit: {_ATTEMPTS} segments in {folder} were taken away at once; is a sweep running?")
+    return memory
