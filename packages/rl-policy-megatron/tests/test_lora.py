@@ -24,6 +24,7 @@ from rl_policy_megatron import (
 
 LENGTHS = [11, 4, 9, 7]
 LORA = LoraSettings(rank=3, alpha=7.0)
+ATTENTION = LoraSettings(rank=3, alpha=7.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 FEW = LoraSettings(rank=2, alpha=2.0, targets=("v_proj", "up_proj"))
 # Weight decay and clipping that bite, as the weights' own tests have.
 ADAMW = OptimizerSettings(betas=(0.8, 0.9), weight_decay=0.1, grad_clip=0.2)
@@ -64,8 +65,13 @@ def _saved_adapters(policy: MegatronPolicy, directory: Path) -> dict[str, torch.
     return load_file(directory / "adapters-00-00.safetensors")
 
 
-@pytest.mark.parametrize("lora", [LORA, FEW], ids=["all", "few"])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        *((kind, lora) for kind in ("qwen3-tied", "qwen2", "llama") for lora in (LORA, FEW)),
+        ("qwen3-moe", ATTENTION),
+    ],
+)
 def test_logits_gradients_and_updates_equal_plain_lora(
     kind: str,
     lora: LoraSettings,
@@ -306,6 +312,17 @@ def test_adapters_of_another_base_or_shape_are_refused(
 def test_settings_outside_their_range_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoraSettings(**change)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-moe-mixed"])
+def test_adapters_where_a_layer_has_experts_are_refused_before_anything_is_made(
+    kind: str, model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_policy_megatron.runtime.acquire", lambda *_: pytest.fail("was started"))
+    for lora in (LORA, FEW):
+        with pytest.raises(UnsupportedModelError, match=r"lora\.targets names .*up_proj.* experts") as caught:
+            MegatronPolicy(model_of(kind)[0], PolicySettings(lora=lora))
+        assert "set lora.targets to some of q_proj, k_proj, v_proj, o_proj" in str(caught.value)
 
 
 def test_layouts_that_split_a_layer_are_refused() -> None:

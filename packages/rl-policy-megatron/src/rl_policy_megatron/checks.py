@@ -14,7 +14,13 @@ from .errors import SettingsError
 
 _Kind = TypeVar("_Kind")
 _SHOWN_CHARACTERS = 120
-_NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}
+_NAMES = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "True or False",
+    str: "a string",
+    dict: "a mapping",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +141,4 @@ def _options(wanted: Any) -> Iterator[str]:
         yield "None"
     else:
         kind = origin or wanted
-        yield _NAMES.get(kind, f"a {kind.__name__}")
+        yield _NAMES.get(kind, kind.__name__)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelDirectoryError, UnsupportedModelError
+from .checks import AboveZero, Positive, check
+from .errors import ModelDirectoryError, SettingsError, UnsupportedModelError
 from .rope import Llama3Scaling, RopeShape
 
 
@@ -117,8 +118,8 @@ class _Reader:
             raise UnsupportedModelError(f"{self._path}: model_type {model_type!r}; supported are {known}")
         self._refuse_options()
         heads, hidden = self._integer("num_attention_heads"), self._integer("hidden_size")
-        head_dim = self._content.get("head_dim") or family.default_head_dim or hidden // heads
-        kv_heads = self._content.get("num_key_value_heads") or heads
+        head_dim = self._integer("head_dim", family.default_head_dim or hidden // heads)
+        kv_heads = self._integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ModelDirectoryError(
                 f"{self._path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
@@ -133,8 +134,8 @@ class _Reader:
             head_dim=head_dim,
             vocabulary=self._integer("vocab_size"),
             max_positions=self._integer("max_position_embeddings"),
-            norm_eps=float(self._content.get("rms_norm_eps", 1e-6)),
-            tied=bool(self._content.get("tie_word_embeddings", False)),
+            norm_eps=self._number("rms_norm_eps", 1e-6),
+            tied=self._flag("tie_word_embeddings"),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             rope=self._rope(),
@@ -150,9 +151,11 @@ class _Reader:
             raise ModelDirectoryError(
                 f"{self._path}: num_experts_per_tok {chosen} is more than the {count} experts that there are"
             )
-        step = self._integer("decoder_sparse_step") if "decoder_sparse_step" in content else 1
+        step = self._integer("decoder_sparse_step", 1)
         listed = content.get("mlp_only_layers") or []
-        if not all(isinstance(layer, int) and 0 <= layer < layers for layer in listed):
+        if not isinstance(listed, list) or not all(
+            isinstance(layer, int) and 0 <= layer < layers for layer in listed
+        ):
             raise ModelDirectoryError(
                 f"{self._path}: mlp_only_layers must list layers from 0 to {layers - 1}, got {listed!r}"
             )
@@ -166,14 +169,31 @@ class _Reader:
             count=count,
             chosen=chosen,
             intermediate=self._integer("moe_intermediate_size"),
-            renormalise=bool(content.get("norm_topk_prob", False)),
+            renormalise=self._flag("norm_topk_prob"),
             dense_layers=dense,
         )
 
-    def _integer(self, key: str) -> int:
-        value = self._content.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelDirectoryError(f"{self._path}: {key} must be a positive integer, got {value!r}")
+    def _integer(self, key: str, default: int | None = None, inside: str = "") -> int:
+        return self._checked(key, default, Positive, inside)
+
+    def _number(self, key: str, default: float | None = None, inside: str = "") -> float:
+        return float(self._checked(key, default, AboveZero, inside))
+
+    def _flag(self, key: str) -> bool:
+        return self._checked(key, False, bool)
+
+    def _object(self, key: str) -> dict[str, Any]:
+        return self._checked(key, {}, dict)
+
+    def _checked(self, key: str, default: Any, wanted: Any, inside: str = "") -> Any:
+        """A value of config.json, or of the object ``inside`` it; null counts as missing."""
+        content = self._object(inside) if inside else self._content
+        value = content.get(key)
+        value = default if value is None else value
+        try:
+            check(f"{inside}.{key}" if inside else key, value, wanted)
+        except SettingsError as error:
+            raise ModelDirectoryError(f"{self._path}: {error}") from error
         return value
 
     def _refuse_options(self) -> None:
@@ -198,8 +218,8 @@ class _Reader:
         content = self._content
         # Newer files keep everything under rope_parameters, older ones split it over two keys.
         key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
-        parameters: dict[str, Any] = content.get(key) or {}
-        older: dict[str, Any] = dict(content.get("rope_scaling") or {})
+        parameters = self._object(key)
+        older = dict(self._object("rope_scaling"))
         if older:
             older.setdefault("rope_type", older.pop("type", None))
         if any(parameters.get(name) != value for name, value in older.items() if key == "rope_parameters"):
@@ -207,12 +227,10 @@ class _Reader:
                 f"{self._path}: rope_scaling and rope_parameters differ, and which one holds depends on who "
                 "reads them; keep one of them"
             )
-        theta = float(parameters.get("rope_theta") or content.get("rope_theta") or 10000.0)
+        theta = self._number("rope_theta", self._number("rope_theta", 10000.0), key)
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        if (
-            float(parameters.get("partial_rotary_factor") or content.get("partial_rotary_factor") or 1.0)
-            != 1.0
-        ):
+        whole = self._number("partial_rotary_factor", 1.0)
+        if self._number("partial_rotary_factor", whole, key) != 1.0:
             raise UnsupportedModelError(f"{self._path}: partial_rotary_factor other than 1 is not supported")
         if kind == "default":
             return RopeShape(theta)
@@ -220,15 +238,10 @@ class _Reader:
             raise UnsupportedModelError(
                 f"{self._path}: {key}.rope_type {kind!r} is not supported; supported are default, llama3"
             )
-        try:
-            scaling = Llama3Scaling(
-                factor=float(parameters["factor"]),
-                low_freq_factor=float(parameters["low_freq_factor"]),
-                high_freq_factor=float(parameters["high_freq_factor"]),
-                original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-            )
-        except KeyError as error:
-            raise ModelDirectoryError(
-                f"{self._path}: {key} lacks {error.args[0]!r}, which llama3 needs"
-            ) from error
+        scaling = Llama3Scaling(
+            factor=self._number("factor", None, key),
+            low_freq_factor=self._number("low_freq_factor", None, key),
+            high_freq_factor=self._number("high_freq_factor", None, key),
+            original_max_position_embeddings=self._integer("original_max_position_embeddings", None, key),
+        )
         return RopeShape(theta, scaling)
