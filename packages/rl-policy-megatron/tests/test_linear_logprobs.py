@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import rl_policy_megatron.linear_logprobs as linear_logprobs_module
 from rl_policy_megatron.linear_logprobs import linear_logprobs, linear_topk
 
 N, H, V, K = 11, 6, 17, 3
@@ -59,6 +60,28 @@ def test_values_and_gradients_equal_the_plain_computation(
     found = _gradients(chunked, uses)
     expected = _gradients(lambda *inputs: _plain(*inputs, temperature), uses)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("chunks_worth", "kept"), [(0, 1), (2, 2), (3, 3), (100, 3)])
+def test_logits_that_are_kept_change_no_number(
+    with_entropy: bool, chunks_worth: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk of three always, others as far as there is room; used up, they are computed anew."""
+    hidden, weight, ids = _inputs()
+    expected = _gradients(lambda *inputs: _plain(*inputs, 0.6), "logprobs")
+    monkeypatch.setattr(linear_logprobs_module, "_KEPT_BYTES", chunks_worth * 4 * V * 4)
+    logprobs, _ = linear_logprobs(
+        hidden, weight, ids, temperature=0.6, chunk_tokens=4, with_entropy=with_entropy
+    )
+    function: Any = logprobs.grad_fn
+    assert len(function.kept) == kept
+    torch.manual_seed(1)
+    loss = (logprobs * torch.randn(N, K)).sum()
+    for _ in range(2):
+        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(list(found), expected, rtol=1e-4, atol=1e-5)
+        assert not function.kept
 
 
 def test_frozen_weight_gets_no_gradient() -> None:

@@ -1,6 +1,6 @@
 """What megatron-core needs to run without CUDA: the only place that changes anything outside this package.
 
-megatron-core takes a CUDA device for granted in five ways, and each is answered by the narrowest
+megatron-core takes a CUDA device for granted in six ways, and each is answered by the narrowest
 means that exists:
 
 1. It asks ``torch.cuda`` for the current device, to put buffers there, and to synchronise; experts
@@ -17,10 +17,13 @@ means that exists:
    out, so on the CPU there is one state, torch's own, and nothing to switch to.
 5. It hands the token counts of experts to torch.distributed as numbers, but only when it has copied
    them from a CUDA device. Those that lie on the CPU already become numbers here.
+6. It writes gated activations and rotary embeddings out in many operations, and has fused ones for CUDA
+   only. ``MLP.forward`` and attention's ``apply_rotary_pos_emb`` are answered by :mod:`.cpu_layers`:
+   the same numbers up to rounding, in fewer passes through memory.
 
-A model's forward pass needs only the first, so generation runs without any scope. With CUDA present
-nothing here does anything. :func:`install` counts its callers, and the last :func:`uninstall` puts
-the original functions back.
+A model's forward pass needs only the first, and gains by the last, so generation runs without any scope.
+With CUDA present nothing here does anything. :func:`install` counts its callers, and the last
+:func:`uninstall` puts the original functions back.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .cpu_layers import mlp_forward, rotary
 from .errors import UnsupportedModelError
-from .mcore import random_states, token_dispatcher
+from .mcore import MLP, attention_layers, random_states, token_dispatcher
 
 _CPU = torch.device("cpu")
 _installs = 0
@@ -128,6 +132,8 @@ def install() -> None:
         (random_states, "_get_cuda_rng_state", _host_random_state),
         (random_states, "_set_cuda_rng_state", _set_host_random_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _host_counts),
+        (MLP, "forward", mlp_forward(MLP.forward)),
+        (attention_layers, "apply_rotary_pos_emb", rotary(attention_layers.apply_rotary_pos_emb)),
     )
     for owner, name, answer in answers:
         _originals.append((owner, name, getattr(owner, name)))

@@ -1,7 +1,8 @@
 """Log-probabilities and entropies straight from hidden states, without ever holding all logits.
 
 Logits exist for one chunk of tokens at a time, in the forward pass and again, recomputed, in the
-backward pass, which begins with the chunk that the forward pass ended with. Arithmetic on logits is
+backward pass. That begins where the forward pass ended: with the last chunk, and with as many before
+it as fit into a small constant amount of memory, whose logits are kept instead. Arithmetic on logits is
 float32 whatever the model's type.
 
 Under tensor parallelism each rank has the logits of its part of the vocabulary. It reduces them to
@@ -18,6 +19,9 @@ from typing import Any
 import torch
 
 from .vocabulary import VocabularyShard
+
+# Logits of small vocabularies that are kept between forward and backward pass, in bytes.
+_KEPT_BYTES = 64 << 20
 
 
 def linear_logprobs(
@@ -91,6 +95,11 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def _chunks_to_keep(logits: int) -> int:
+    """How many chunks of so many float32 logits; one exists anyway."""
+    return max(1, _KEPT_BYTES // max(1, 4 * logits))
+
+
 def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """In float32, overwriting float32 input."""
     logits = logits.float()
@@ -151,18 +160,18 @@ class _LinearLogprobs(torch.autograd.Function):
         local, own = _owned(token_ids, vocabulary)
         transposed = weight.t()
         chunks = list(_chunks(len(hidden) if len(weight) else 0, chunk_tokens))
-        # Logits of one chunk exist anyway: those of the last are there when the backward pass begins with it.
         learns = any(ctx.needs_input_grad[:2])
-        ctx.kept = None
-        for rows in chunks:
+        first_kept = len(chunks) - _chunks_to_keep(chunk_tokens * len(weight))
+        kept: list[_Kept] = []
+        for number, rows in enumerate(chunks):
             logits = _tempered(hidden[rows] @ transposed, temperature)
             largest[rows] = logits.amax(-1)
             logits.sub_(largest[rows, None])
             chosen[rows] = logits.gather(1, local[rows])
             unnormalized = logits.exp() if with_entropy else logits.exp_()
             mass[rows] = unnormalized.sum(-1)
-            if learns and rows is chunks[-1]:
-                ctx.kept = _Kept(logits, largest[rows].clone(), exponentiated=not with_entropy)
+            if learns and number >= first_kept:
+                kept.append(_Kept(logits, largest[rows].clone(), exponentiated=not with_entropy))
             if with_entropy:
                 weighted[rows] = unnormalized.mul_(logits).sum(-1)
         if vocabulary.ranks.size > 1:
@@ -171,7 +180,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = chosen - log_mass[:, None]
         entropy = log_mass - weighted / mass if with_entropy else torch.zeros_like(mass)
         ctx.save_for_backward(hidden, weight, local, own, log_mass + largest, entropy)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -186,11 +195,11 @@ class _LinearLogprobs(torch.autograd.Function):
             return (None,) * 7
         transposed = weight.t()
         for rows in reversed(list(_chunks(len(hidden) if len(weight) else 0, ctx.chunk_tokens))):
-            if ctx.kept is None:
+            if ctx.kept:
+                kept = ctx.kept.pop()
+            else:
                 logits = _tempered(hidden[rows] @ transposed, ctx.temperature)
                 kept = _Kept(logits, torch.zeros_like(normalizer[rows]), exponentiated=False)
-            else:
-                kept, ctx.kept = ctx.kept, None
             # With x the tempered logits: d log p_t / d x_j = [t = j] − p_j,
             # and d entropy / d x_j = −p_j (log p_j + entropy).
             slope = torch.zeros_like(normalizer[rows, None])

@@ -32,6 +32,8 @@ try:
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
         )
+        from megatron.core.transformer import attention as attention_layers
+        from megatron.core.transformer.mlp import MLP
         from megatron.core.transformer.module import MegatronModule
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.moe.router import TopKRouter
@@ -44,6 +46,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "MLP",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
@@ -54,6 +57,7 @@ __all__ = [
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "attention_layers",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
