@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_policy_megatron import CheckpointError, MegatronPolicy, checkpoint, tensor_files
+from rl_policy_megatron import CheckpointError, MegatronPolicy, manifest, tensor_files
 
 _MOST_MOMENTS = 60
 
@@ -54,7 +54,7 @@ def _killed_save(policy: MegatronPolicy, directory: Path, moment: int) -> int:
     if child == 0:
         countdown = _Countdown(moment)
         tensor_files.save_file = countdown.within(countdown.before(tensor_files.save_file))
-        checkpoint.sync_path = countdown.before(checkpoint.sync_path)
+        manifest.sync_path = countdown.before(manifest.sync_path)
         tensor_files.sync_path = countdown.before(tensor_files.sync_path)
         os.replace = countdown.before(os.replace)
         try:

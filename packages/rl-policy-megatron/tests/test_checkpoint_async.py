@@ -19,6 +19,7 @@ import torch
 
 import rl_policy_megatron.checkpoint as checkpoint
 from rl_policy_megatron import CheckpointError, MegatronPolicy
+from rl_policy_megatron.saver import PendingSave
 
 LENGTHS = [11, 4, 9, 7]
 KILLED_SAVES = Path(__file__).with_name("killed_saves.py")
@@ -112,7 +113,7 @@ def test_one_save_at_a_time_and_everything_waits_for_it(
         following = follow()
         assert pending.done
         assert (tmp_path / str(number) / "policy.json").exists()
-        if following is not None:
+        if isinstance(following, PendingSave):
             following.wait()
         opened.join()
 
@@ -154,7 +155,7 @@ def test_a_failed_save_is_told_once_with_its_first_cause(
     with pytest.raises(CheckpointError, match="No space left"):
         policy.shutdown()
     policy.shutdown()
-    assert not hasattr(policy, "_model")
+    assert policy._made is None
 
 
 def test_h7_foreign_files_are_never_removed(policy_of: Callable[..., Any], tmp_path: Path) -> None:

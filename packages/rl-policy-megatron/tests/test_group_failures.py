@@ -28,7 +28,13 @@ from rl_policy_megatron.group.rendezvous import Rendezvous, join
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 TITLE = "child-of-a-rank-of-the-group-test"
-RANKS = RankSettings("nowhere", world=2, rendezvous_timeout_s=60.0)
+
+
+def no_source(spec: Any, stream: Any) -> Any:
+    raise NotImplementedError
+
+
+RANKS = RankSettings("nowhere", world=2, rendezvous_timeout_s=60.0, weight_source=no_source)
 LIMITS = GroupSettings(num_cpus=0.5, start_timeout_s=90.0, call_timeout_s=60.0, shutdown_timeout_s=5.0)
 
 

@@ -201,7 +201,7 @@ def test_the_reference_is_the_base_without_a_second_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy, batch = policy_of("qwen3-tied", lora=LORA), rows_of(LENGTHS)
-    monkeypatch.setattr("rl_policy_megatron.policy.build_model", lambda *_: pytest.fail("a second model"))
+    monkeypatch.setattr("rl_policy_megatron.parts.build_model", lambda *_: pytest.fail("a second model"))
     base = policy.logprobs(batch)
     policy.keep_reference()
     policy.train(batch, token_mean_loss, learning_rate=5e-2)

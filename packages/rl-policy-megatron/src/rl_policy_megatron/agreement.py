@@ -10,6 +10,7 @@ import torch
 from . import cpu_adapter
 from .errors import PeerError
 from .placement import RankGroup
+from .refusals import marked
 
 _MESSAGE_BYTES = 4096
 # No operation has these numbers.
@@ -42,8 +43,8 @@ def raise_together(ranks: RankGroup, error: BaseException | None) -> None:
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     cause = bytes(ranks.broadcast(message, source).cpu().tolist()).rstrip(b"\0").decode(errors="ignore")
     if is_cause and error is not None:
-        raise error
-    raise PeerError(f"rank {source} of {ranks.size} failed: {cause}", rank=source)
+        raise marked(error)
+    raise marked(PeerError(f"rank {source} of {ranks.size} failed: {cause}", rank=source))
 
 
 @contextmanager

@@ -9,64 +9,45 @@ file of its group has it, so that any layout of ranks can load what any other wr
 - ``optimizer-P.safetensors``: float32 moments, and master weights where the model is bfloat16.
 - ``random-D.safetensors``: generator states.
 - ``reference-P.safetensors``: the frozen reference, if one is kept.
-- ``policy.json``: format, model shape, optimizer settings, number of updates, the files by group.
+- ``policy.json``: format, model shape, optimizer settings, number of updates, the files by group, the SHA-256
+  of each file and of what the manifest itself says, and the notes of whoever saved.
 
-Format 1 had one file per group, without a number, and a list of groups.
+Format 1 had one file per group, without a number, and a list of groups. Checkpoints from before there were
+digests hold none and are read unchecked.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .errors import CheckpointError, ModelDirectoryError
-from .hf_config import ModelShape, read_json
-from .lora import LoraSettings
+from .hf_config import read_json
+from .manifest import (
+    MANIFEST,
+    Origin,
+    WrittenFile,
+    check_origin,
+    digests_of,
+    files_of,
+    notes_of,
+    plain,
+)
 from .mapping import WeightSpec
 from .optimizer import MASTER, MOMENTS
 from .settings import OptimizerSettings
-from .tensor_files import TensorFiles, sync_path, write_json, write_tensors
+from .tensor_files import TensorFiles, file_digest, write_tensors
 
-FORMAT = 2
-MANIFEST = "policy.json"
 WEIGHTS, ADAPTERS, OPTIMIZER, RANDOM, REFERENCE = "weights", "adapters", "optimizer", "random", "reference"
-_UNFINISHED_MANIFEST = f"{MANIFEST}.partial"
 # Everything that a save leaves when it is killed; the last is how safetensors calls a file until it is whole.
 _LEFTOVER = re.compile(
     r"(weights|adapters|optimizer|random|reference)(-\d+)*\.safetensors|policy\.json\.partial|\.tmp\w{6}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a checkpoint belongs to: it loads into no other policy.
-
-    Attributes:
-        shape: of the model.
-        dtype: of its weights.
-        lora: its adapters, if only those are trained.
-        base: digest of the weights under the adapters.
-    """
-
-    shape: ModelShape
-    dtype: str
-    lora: LoraSettings | None = None
-    base: str | None = None
-
-    def described(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        lora = None if self.lora is None else asdict(self.lora)
-        content = {"dtype": self.dtype, "model": asdict(self.shape), "lora": lora, "base": self.base}
-        # Tuples become lists, so that it compares with what was read.
-        return json.loads(json.dumps(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +70,45 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class SavedPolicy:
-    """A checkpoint whose files are there, of this model, and open; tensors are read one at a time."""
+    """A checkpoint whose files are there, of this model, and open; tensors are read one at a time.
+
+    Attributes:
+        source: its directory.
+        groups: the files' tensors by group.
+        steps: updates made.
+        optimizer_settings: of the policy's optimizer.
+        digests: SHA-256 by file name; empty if it was saved before there were any.
+        notes: of whoever saved it.
+    """
 
     source: Path
     groups: dict[str, TensorFiles]
     steps: int
     optimizer_settings: OptimizerSettings
+    digests: Mapping[str, str]
+    notes: Mapping[str, Any]
+
+    def verify(self, rank: int, ranks: int) -> None:
+        """Read this rank's share of the files and compare them with what was written.
+
+        Args:
+            rank: of this process.
+            ranks: that share the work.
+
+        Raises:
+            CheckpointError: a file holds something else; names it.
+        """
+        for name in sorted(self.digests)[rank::ranks]:
+            path = self.source / name
+            try:
+                found = file_digest(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if found != self.digests[name]:
+                raise CheckpointError(
+                    f"{path} is damaged: it does not hold what was saved; load another checkpoint, or "
+                    "restore this file from a copy"
+                )
 
     def random(self, data_rank: int) -> dict[str, torch.Tensor]:
         """Generator states by device of a data-parallel rank; empty if fewer ranks were saved."""
@@ -123,8 +137,22 @@ class SavedPolicy:
             f"{kind}.{spec.name}": (spec.shape, torch.float32) for kind in kinds for spec in trained.values()
         }
         self._check_group(OPTIMIZER, moments)
+        self._check_random()
+
+    def _check_random(self) -> None:
         if "cpu" not in self.random(0):
             raise CheckpointError(f"{self.source}: random.safetensors lacks the generator state 'cpu'")
+        files = self.groups[RANDOM]
+        for name in sorted(files.names):
+            device = name.rpartition(".")[2]
+            # A state of a device that is not here is not used either.
+            if device == "cpu" or (device == "cuda" and torch.cuda.is_available()):
+                try:
+                    torch.Generator(device).set_state(files.read(name).clone())
+                except (RuntimeError, TypeError) as error:
+                    raise CheckpointError(
+                        f"{self.source}: {name} of {RANDOM} is no state of a random generator: {error}"
+                    ) from error
 
     def _check_group(self, group: str, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         files = self.groups[group]
@@ -154,48 +182,19 @@ def prepare_directory(directory: Path) -> None:
         raise CheckpointError(f"the policy cannot be saved to {directory}: {error}") from error
 
 
-def write_files(directory: Path, files: Iterable[SavedFile]) -> dict[str, list[str]]:
-    """Write one rank's files, on disk when this returns; their names by group.
+def write_files(directory: Path, files: Iterable[SavedFile]) -> list[WrittenFile]:
+    """Write one rank's files, on disk when this returns.
 
     Raises:
         OSError: a file cannot be written.
     """
-    written: dict[str, list[str]] = {}
+    written: list[WrittenFile] = []
     for file in files:
-        write_tensors(directory / file.name, file.tensors)
-        written.setdefault(file.group, []).append(file.name)
+        path = directory / file.name
+        write_tensors(path, file.tensors)
+        # What was just written is in the machine's cache: reading it costs little beside the sum.
+        written.append(WrittenFile(file.group, file.name, file_digest(path)))
     return written
-
-
-def write_manifest(
-    directory: Path,
-    files: Iterable[Mapping[str, list[str]]],
-    origin: Origin,
-    steps: int,
-    optimizer_settings: OptimizerSettings,
-) -> None:
-    """Make a checkpoint of the files that all ranks wrote; from here on it loads.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    groups: dict[str, list[str]] = {}
-    for written in files:
-        for group, names in written.items():
-            groups.setdefault(group, []).extend(names)
-    content = {
-        "format": FORMAT,
-        **origin.described(),
-        "optimizer": asdict(optimizer_settings),
-        "steps": steps,
-        "files": groups,
-    }
-    write_json(directory / _UNFINISHED_MANIFEST, content)
-    # The data files' entries must not reach the disk after the manifest's.
-    sync_path(directory)
-    os.replace(directory / _UNFINISHED_MANIFEST, directory / MANIFEST)
-    sync_path(directory)
-    sync_path(directory.parent)
 
 
 def read_checkpoint(directory: Path, origin: Origin) -> SavedPolicy:
@@ -204,57 +203,26 @@ def read_checkpoint(directory: Path, origin: Origin) -> SavedPolicy:
     Raises:
         CheckpointError: a file is missing or broken, or the checkpoint is of another model.
     """
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{directory} is no policy checkpoint: it has no {MANIFEST}, which a save writes last; give the "
+            "directory of a save that was completed"
+        )
     try:
         manifest = read_json(directory / MANIFEST)
-        _check_origin(manifest, directory, origin)
+        check_origin(manifest, directory, origin)
         groups = {
-            group: TensorFiles.of([directory / _plain(name) for name in names], f"{directory}: {group}")
-            for group, names in _files(manifest).items()
+            group: TensorFiles.of([directory / plain(name) for name in names], f"{directory}: {group}")
+            for group, names in files_of(manifest).items()
         }
         trained = WEIGHTS if origin.lora is None else ADAPTERS
         missing = [group for group in (trained, OPTIMIZER, RANDOM) if group not in groups]
         if missing:
             raise KeyError(f"no files of {', '.join(missing)}")
         optimizer: dict[str, Any] = manifest["optimizer"]
-        optimizer["betas"] = tuple(optimizer["betas"])
-        settings = OptimizerSettings(**optimizer)
-        return SavedPolicy(directory, groups, int(manifest["steps"]), settings)
+        options: dict[str, Any] = {**optimizer, "betas": tuple(optimizer["betas"])}
+        settings = OptimizerSettings(**options)
+        steps, digests = int(manifest["steps"]), digests_of(manifest)
+        return SavedPolicy(directory, groups, steps, settings, digests, notes_of(manifest, directory))
     except (ModelDirectoryError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{directory} is no complete policy checkpoint: {error}") from error
-
-
-def _files(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
-    """File names by group."""
-    if manifest["format"] == 1:
-        return {group: [f"{group}.safetensors"] for group in manifest["groups"]}
-    return dict(manifest["files"])
-
-
-def _plain(name: str) -> str:
-    if Path(name).name != name:
-        raise ValueError(f"{MANIFEST} names the file {name!r}, which is not beside it")
-    return name
-
-
-def _check_origin(manifest: Mapping[str, Any], directory: Path, origin: Origin) -> None:
-    found_format = manifest.get("format")
-    if found_format not in range(1, FORMAT + 1):
-        raise CheckpointError(
-            f"{directory} has format {found_format!r}, this version reads 1 to {FORMAT}; "
-            "load it with a newer version of rl-policy-megatron"
-        )
-    content = origin.described()
-    # What a shape did not have yet when the checkpoint was made, it had by default.
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(ModelShape)
-        if field.default is not dataclasses.MISSING
-    }
-    expected = {**content, **content.pop("model")}
-    found = {key: manifest.get(key) for key in content} | defaults | dict(manifest.get("model", {}))
-    for key in expected | found:
-        if key != "model" and expected.get(key) != found.get(key):
-            raise CheckpointError(
-                f"{directory} was saved with {key} = {found.get(key)!r}, this policy has "
-                f"{expected.get(key)!r}; load it into a policy of the same model and settings"
-            )

@@ -44,12 +44,27 @@ def publish_model(
     weights, where it says another one.
 
     Raises:
-        CheckpointError: ``directory`` exists and is not an empty directory.
+        CheckpointError: ``directory`` exists and is not an empty directory, or it cannot be written.
     """
     directory = directory.absolute()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"{directory} exists already; export to a new directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise CheckpointError(f"{directory} exists already; export to a new directory")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _publish(directory, source, tensors, dtype, max_shard_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"the model cannot be exported to {directory}: {error}; export to a directory that can be written"
+        ) from error
+
+
+def _publish(
+    directory: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
     partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()

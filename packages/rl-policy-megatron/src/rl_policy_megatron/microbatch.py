@@ -31,13 +31,24 @@ class Batch(Protocol):
         ...
 
 
-def check_batch(batch: Batch, vocabulary: int) -> None:
-    """Refuse a batch that would index out of bounds or read padding.
+def check_batch(batch: Batch, vocabulary: int, positions: int | None = None) -> None:
+    """Refuse a batch that would index out of bounds, read padding, or go beyond the model's positions.
+
+    Args:
+        batch: of any class.
+        vocabulary: number of tokens.
+        positions: longest row that the model was made for; None for any.
 
     Raises:
-        BatchError: wrong types or shapes, a length outside ``[0, S]``, a real token outside the vocabulary.
+        BatchError: wrong types or shapes, a length outside ``[0, S]``, a row that is too long, a real token
+            outside the vocabulary.
     """
-    ids, lengths = batch.input_ids, batch.lengths
+    ids, lengths = (getattr(batch, name, None) for name in ("input_ids", "lengths"))
+    if not isinstance(ids, torch.Tensor) or not isinstance(lengths, torch.Tensor):
+        raise BatchError(
+            f"a batch has the tensors input_ids and lengths, and select(rows); {type(batch).__name__} has "
+            f"{type(ids).__name__} and {type(lengths).__name__} for the two"
+        )
     if ids.dim() != 2 or ids.dtype != torch.int64:
         raise BatchError(f"input_ids must be int64 [B, S], got {ids.dtype} {tuple(ids.shape)}")
     if lengths.shape != ids.shape[:1] or lengths.dtype != torch.int64:
@@ -46,6 +57,13 @@ def check_batch(batch: Batch, vocabulary: int) -> None:
         return
     if int(lengths.min()) < 0 or int(lengths.max()) > ids.size(1):
         raise BatchError(f"lengths must lie in [0, {ids.size(1)}], got {lengths.tolist()}")
+    if positions is not None and int(lengths.max()) > positions:
+        row = int(lengths.argmax())
+        raise BatchError(
+            f"row {row} has {int(lengths[row])} tokens, the model was made for {positions} "
+            "(max_position_embeddings in its config.json) and means nothing beyond; cut the row, or use a "
+            "model with a longer context"
+        )
     wrong = _real(ids, lengths) & ((ids < 0) | (ids >= vocabulary))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()

@@ -21,6 +21,7 @@ from .mcore import (
 from .model import PolicyModel
 from .placement import Placement
 from .quiet import quiet_megatron
+from .refusals import alike
 from .settings import OptimizerSettings
 from .sharding import TensorTable
 
@@ -84,28 +85,33 @@ class PolicyOptimizer:
         self._wrapped.zero_grad_buffer()
         self._megatron.zero_grad()
 
-    def step(self, learning_rate: float) -> float:
-        """One update from the accumulated gradients; returns their global L2 norm before clipping.
+    def prepare(self) -> float:
+        """Make the accumulated gradients ready for :meth:`step`; their global L2 norm before clipping.
 
         Raises:
-            NonFiniteGradientError: the norm is NaN or inf; nothing was changed.
+            NonFiniteGradientError: the norm is NaN or inf, on every rank; nothing was changed.
         """
-        for group in self._megatron.param_groups:
-            group["lr"] = learning_rate * group["lr_mult"]
-            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
         with cpu_adapter.device_scope():
             self._megatron.prepare_grads()
             norm = self._gradient_norm()
-            if not math.isfinite(norm):
+        if not math.isfinite(norm):
+            with alike():
                 raise NonFiniteGradientError(
                     f"the gradient's norm is {norm}; the weights were not changed: look for inf or NaN in "
                     "the batch's log-probabilities and advantages"
                 )
+        return norm
+
+    def step(self, learning_rate: float, norm: float) -> None:
+        """One update from the gradients that :meth:`prepare` made ready, whose norm it returned."""
+        for group in self._megatron.param_groups:
+            group["lr"] = learning_rate * group["lr_mult"]
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+        with cpu_adapter.device_scope():
             if self.settings.grad_clip > 0:
                 for part in self._megatron.chained_optimizers:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.grad_clip, norm)
             self._megatron.step_with_ready_grads()
-        return norm
 
     def gradients(self, table: TensorTable) -> dict[str, torch.Tensor]:
         """Copies of the accumulated float32 gradients, by HF name, on the CPU; of the whole model."""

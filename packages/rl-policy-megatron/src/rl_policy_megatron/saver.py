@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .checkpoint import Origin, SavedFile, prepare_directory, write_files, write_manifest
+from .agreement import agreed
+from .checkpoint import SavedFile, prepare_directory, write_files
 from .errors import CheckpointError, PeerError
+from .manifest import Manifest, WrittenFile, write_manifest
 from .placement import RankGroup
-from .settings import OptimizerSettings
+from .refusals import marked
 
 # The longest that anything here waits, for a disk or for another rank.
 SAVE_SECONDS = 1800.0
@@ -68,7 +70,7 @@ class PendingSave:
 
 
 class Saver:
-    """One policy's saves, one after another. With several ranks every method is a collective.
+    """One policy's saves, one after another. With several ranks every method but ``close`` is a collective.
 
     Args:
         world: all ranks of the policy.
@@ -83,18 +85,14 @@ class Saver:
         self,
         directory: Path,
         snapshot: Callable[[], list[SavedFile]],
-        origin: Origin,
-        steps: int,
-        optimizer_settings: OptimizerSettings,
+        manifest: Manifest,
     ) -> PendingSave:
         """Copy the state now and write it in a thread.
 
         Args:
             directory: new or empty, on a file system that all ranks see.
             snapshot: copies of what this rank writes; collective.
-            origin: of the policy.
-            steps: updates made.
-            optimizer_settings: of the policy's optimizer.
+            manifest: what else is saved.
 
         Raises:
             CheckpointError: the directory cannot be used, or the previous save failed and nobody was
@@ -108,12 +106,12 @@ class Saver:
         self.together(lambda: files.extend(snapshot()))
 
         def write() -> None:
-            written = self.together(lambda: write_files(directory, files))
+            written: list[list[WrittenFile]] = self.together(lambda: write_files(directory, files))
             files.clear()
 
             def complete() -> None:
                 if first:
-                    write_manifest(directory, written, origin, steps, optimizer_settings)
+                    write_manifest(directory, [file for of_rank in written for file in of_rank], manifest)
 
             self.together(complete)
 
@@ -126,18 +124,24 @@ class Saver:
         Raises:
             CheckpointError: it failed, and nobody was told yet.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.settle()
+        # Not by together(): the writing thread of a save that takes too long uses its group.
+        with agreed(self._world):
+            self._settle()
 
     def close(self) -> None:
-        """Wait for the pending save and release the ranks' group; raises as :meth:`settle`."""
+        """Wait for this rank's pending save and release the ranks' group; raises as :meth:`settle`."""
         try:
-            self.settle()
+            # Whoever ends may be the only rank to do so.
+            self._settle()
         finally:
             if self._own_group is not None:
                 dist.destroy_process_group(self._own_group.group)
                 self._own_group = None
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Do something on every rank; what each made of it, by rank, or an error on all of them.
@@ -155,10 +159,10 @@ class Saver:
             (result, None if failure is None else f"{type(failure).__name__}: {failure}")
         )
         if failure is not None:
-            raise failure
+            raise marked(failure)
         for rank, (_, cause) in enumerate(outcomes):
             if cause is not None:
-                raise PeerError(f"rank {rank} failed: {cause}", rank=rank)
+                raise marked(PeerError(f"rank {rank} failed: {cause}", rank=rank))
         return [made for made, _ in outcomes]
 
     def _exchange(self, value: Any) -> list[Any]:

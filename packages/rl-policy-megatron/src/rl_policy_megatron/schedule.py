@@ -31,6 +31,7 @@ from .model import PolicyModel
 from .packing import plan_micro_batches
 from .placement import Placement
 from .quiet import quiet_megatron
+from .refusals import alike, marked
 from .settings import PolicySettings
 from .totals import Totals
 from .vocabulary import VocabularyShard
@@ -56,12 +57,22 @@ class Schedule:
         settings: PolicySettings,
         vocabulary: int | None = None,
         placement: Placement | None = None,
+        positions: int | None = None,
     ) -> None:
-        """``vocabulary`` is the number of real tokens: a model split among ranks has padding beyond them."""
+        """A schedule for one model on this rank.
+
+        Args:
+            model: this rank's part.
+            settings: how it computes.
+            vocabulary: the number of real tokens: a model split among ranks has padding beyond them.
+            placement: this process's groups; by default a world of its own.
+            positions: longest row to be accepted; by default any.
+        """
         self._model = model
         self._settings = settings
         self._placement = placement or Placement()
         self._vocabulary = VocabularyShard(vocabulary or model.vocab_size, self._placement.tensor)
+        self._positions = positions
         self._device = cpu_adapter.device()
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -81,7 +92,9 @@ class Schedule:
             LossError: ``k`` is not between 1 and the size of the vocabulary.
         """
         if not 1 <= k <= self._vocabulary.size:
-            raise LossError(f"top k needs k between 1 and the vocabulary of {self._vocabulary.size}, got {k}")
+            raise marked(
+                LossError(f"top k needs k between 1 and the vocabulary of {self._vocabulary.size}, got {k}")
+            )
         wanted = [((k,), torch.float32), ((k,), torch.int64)]
         scores, token_ids = self._collected(batch, lambda view: view.topk_logprobs(k), wanted)
         return scores, token_ids
@@ -165,11 +178,12 @@ class Schedule:
             except Exception as error:
                 failures.append(error)
         raise_together(world, failures[0] if failures else None)
-        whole = totals.over_ranks(self._placement)
         # The same on every rank, and so is what is wrong with them.
-        if bool((batch.lengths > 1).any()):
-            whole.require_gradient()
-        whole.numbers()
+        with alike():
+            whole = totals.over_ranks(self._placement)
+            if bool((batch.lengths > 1).any()):
+                whole.require_gradient()
+            whole.numbers()
         return whole
 
     @property
@@ -180,16 +194,18 @@ class Schedule:
         """Refuse a batch that breaks its contract, or is not the same on every rank; all raise."""
         world = self._placement.world
         with agreed(world):
-            check_batch(batch, self._vocabulary.size)
+            check_batch(batch, self._vocabulary.size, self._positions)
         if world.size == 1:
             return
         seen = [*batch.input_ids.shape, int(batch.lengths.sum()), max(batch.lengths.tolist(), default=0)]
         others = world.gather(torch.tensor(seen, device=self._device))
         for rank, other in enumerate(others):
             if other.tolist() != others[0].tolist():
-                raise BatchError(
-                    f"rank {rank} was given a batch of {other.tolist()} (rows, columns, tokens, longest), "
-                    f"rank 0 one of {others[0].tolist()}; every rank needs the whole batch"
+                raise marked(
+                    BatchError(
+                        f"rank {rank} was given a batch of {other.tolist()} (rows, columns, tokens, "
+                        f"longest), rank 0 one of {others[0].tolist()}; every rank needs the whole batch"
+                    )
                 )
 
     def _micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Batch]]:

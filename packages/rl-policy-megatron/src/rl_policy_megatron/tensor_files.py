@@ -129,6 +129,16 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return sha.hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """One safetensors file, on disk when this returns."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from .group import MegatronPolicyGroup
 from .rank import PolicyRank
+from .saving import PendingGroupSave
 from .settings import GroupSettings, RankSettings, WeightSource
 
-__all__ = ["GroupSettings", "MegatronPolicyGroup", "PolicyRank", "RankSettings", "WeightSource"]
+__all__ = [
+    "GroupSettings",
+    "MegatronPolicyGroup",
+    "PendingGroupSave",
+    "PolicyRank",
+    "RankSettings",
+    "WeightSource",
+]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .blame import Failure, dead, failure_of, first_of
@@ -11,6 +13,53 @@ from .processes import ProcessPlace
 
 _LOOK_EVERY_S = 0.5
 _LOOK_AFTER_A_FAILURE_S = 0.1
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came back from one call to all ranks.
+
+    Attributes:
+        call: the method.
+        world: number of ranks that were asked.
+        values: what ranks returned, by rank.
+        failures: what others raised or died of, in the order in which it came.
+        silent: ranks that did not answer in time.
+        timeout_s: how long they had.
+        limit: the setting that this comes from.
+    """
+
+    call: str
+    world: int
+    timeout_s: float
+    limit: str
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+
+    def results(self) -> list[Any]:
+        """By rank.
+
+        Raises:
+            RankError: the first real failure; or who did not answer in time.
+        """
+        if self.failures:
+            raise first_of(self.failures).raised(self.call, self.world)
+        if self.silent:
+            silent = sorted(self.silent)
+            others = f", and neither did rank {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
+            text = (
+                f"{self.call} did not answer within {self.timeout_s:g} s{others}; raise {self.limit} if the "
+                "model is large or the machine busy"
+            )
+            raise Failure(silent[0], text, None).raised(self.call, self.world)
+        return [self.values[rank] for rank in range(self.world)]
+
+    @property
+    def refusal(self) -> Failure | None:
+        """The failure that all ranks tell of, if each of them raised something and lives on."""
+        raised = [failure for failure in self.failures if failure.answered]
+        return first_of(self.failures) if len(raised) == self.world else None
 
 
 def answers_of(
@@ -21,26 +70,22 @@ def answers_of(
     timeout_s: float,
     grace_s: float,
     limit: str,
-) -> list[Any]:
-    """What each rank answered, by rank.
+) -> Answers:
+    """What each rank answered.
 
     Args:
         call: the method that was called on all ranks.
         references: Ray's, by rank.
         places: where the ranks' processes are, by rank, as far as it is known.
         timeout_s: for all of them.
-        grace_s: how much longer to wait for the failure that the first one followed from.
+        grace_s: how much longer to wait for the rest after the first failure: for the one that it followed
+            from, or for the others to say the same.
         limit: the setting that ``timeout_s`` comes from.
-
-    Raises:
-        RankError: the first real failure; or who did not answer in time.
     """
     import ray
 
-    world = len(references)
+    answers = Answers(call, len(references), timeout_s, limit)
     pending: dict[Any, int] = {reference: rank for rank, reference in enumerate(references)}
-    answers: dict[int, Any] = {}
-    failures: list[Failure] = []
     deadline = time.monotonic() + timeout_s
     look_s = _LOOK_EVERY_S
     while pending and (left := deadline - time.monotonic()) > 0:
@@ -48,27 +93,32 @@ def answers_of(
         for reference in ready:
             rank = pending.pop(reference)
             try:
-                answers[rank] = ray.get(reference)
+                answers.values[rank] = ray.get(reference)
             except Exception as error:
-                failures.append(failure_of(rank, call, error))
+                answers.failures.append(failure_of(rank, call, error))
         if not ready:
-            failures += [dead(rank, call) for rank in pending.values() if _died(places[rank])]
-        if any(not failure.follows for failure in failures):
+            answers.failures += [dead(rank, call) for rank in pending.values() if _died(places[rank])]
+        if any(not (failure.follows or failure.answered) for failure in answers.failures):
+            # It is gone, and whatever the others say, this was first.
             break
-        if failures and look_s == _LOOK_EVERY_S:
+        if answers.failures and look_s == _LOOK_EVERY_S:
             # They may hang for ever in a collective with the one that failed.
             look_s, deadline = _LOOK_AFTER_A_FAILURE_S, min(deadline, time.monotonic() + grace_s)
-    if failures:
-        raise first_of(failures).raised(call, world)
-    if pending:
-        silent = sorted(pending.values())
-        others = f", and neither did rank {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
-        text = (
-            f"{call} did not answer within {timeout_s:g} s{others}; raise {limit} if the model is large or "
-            "the machine busy"
-        )
-        raise Failure(silent[0], text, None).raised(call, world)
-    return [answers[rank] for rank in range(world)]
+    answers.silent = list(pending.values())
+    return answers
+
+
+def drain(references: Iterable[Any], timeout_s: float) -> None:
+    """Take answers that nobody waits for any more, because Ray prints those that it finds unread."""
+    import ray
+
+    left = list(references)
+    # Ray may be gone, and then prints nothing.
+    with contextlib.suppress(Exception):
+        ready, _ = ray.wait(left, num_returns=len(left), timeout=timeout_s) if left else ([], [])
+        for reference in ready:
+            with contextlib.suppress(Exception):
+                ray.get(reference, timeout=0)
 
 
 def _died(place: ProcessPlace | None) -> bool:

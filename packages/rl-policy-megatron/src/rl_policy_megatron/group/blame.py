@@ -32,6 +32,16 @@ class Failure:
     follows: bool = False
     named: int = -1
 
+    def original(self, call: str, world: int) -> Exception | None:
+        """The error as the rank raised it, if it could be brought here and tells what went wrong."""
+        from ray.exceptions import RayTaskError
+
+        cause = self.cause
+        if self.follows or not isinstance(cause, Exception) or isinstance(cause, RayTaskError):
+            return None
+        cause.add_note(f"raised on rank {self.rank} of {world}, by {call}; the group goes on")
+        return cause
+
     def raised(self, call: str, world: int) -> RankError:
         """The error that the caller gets, with its cause."""
         rank = self.rank if self.named < 0 else self.named
@@ -52,6 +62,9 @@ def failure_of(rank: int, call: str, error: BaseException) -> Failure:
 
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, Exception) else error
+        if cause is not error:
+            # It has lost its own on the way; Ray's text tells where on the rank it was raised.
+            cause.__cause__ = error
         return _own(rank, call, cause)
     if isinstance(error, RayActorError):
         return dead(rank, call, error)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from ..errors import RankError, RuntimeStateError
+from ..errors import RuntimeStateError
 from ..settings import OptimizerSettings
-from .answers import answers_of
-from .processes import ProcessPlace, end_all
 from .rank import PolicyRank
+from .ranks import Ranks
+from .saving import PendingGroupSave
 from .settings import GroupSettings, RankSettings
 
 if TYPE_CHECKING:
+    from ..answers import LossFunction
     from ..mapping import WeightSpec
     from ..microbatch import Batch
-    from ..schedule import LossFunction
 
 # Between these two calls the ranks' weights must not change, and their collectives belong to the refit.
 _IN_A_REFIT = frozenset({"begin", "next_bucket", "end", "weight_version", "peak_memory_mb"})
@@ -29,9 +27,11 @@ _IN_A_REFIT = frozenset({"begin", "next_bucket", "end", "weight_version", "peak_
 class MegatronPolicyGroup:
     """A :class:`~rl_policy_megatron.MegatronPolicy` over the ranks of a world, each in a Ray actor.
 
-    Every call goes to all ranks at once and returns when all have answered. If one fails, the first real
-    failure is raised and, in a world of several ranks, all are ended: they may have lost their lockstep. A
-    single rank that only raised an error works on. Calls from several threads reach all ranks in one order.
+    Every call goes to all ranks at once and returns when all have answered. What the policy refuses on all
+    ranks alike, such as a broken batch or a loss function that raises, is raised as :class:`MegatronPolicy`
+    raises it, and the group goes on. Any other failure is a :class:`RankError`, the first real one, and all
+    ranks are ended: one has died or hangs, or they may have lost their lockstep or parts of an update. Calls
+    from several threads reach all ranks in one order.
 
     Args:
         ranks: what they are built from.
@@ -61,24 +61,12 @@ class MegatronPolicyGroup:
                 "which needs none"
             )
         self._settings = settings or GroupSettings()
-        self._world = ranks.world
-        self._lock = threading.Lock()
+        self._has_source = ranks.weight_source is not None
         self._refitting = False
-        self._closed_by = "shutdown"
-        self._places: list[ProcessPlace | None] = [None] * ranks.world
+        self._saves = 0
+        self._saving: PendingGroupSave | None = None
         self.description: dict[str, Any] = {}
-        self._actors: list[Any] = []
-        self._settling: list[Any] = []
-        actor = self._actor_class()
-        try:
-            for rank in range(ranks.world):
-                self._actors.append(actor.remote(ranks, rank))
-            self._settling = [each.settle.remote() for each in self._actors]
-            meeting = self._actors[0].host.remote(*self._settling) if ranks.world > 1 else None
-            self._starting = [each.start.remote(meeting) for each in self._actors]
-        except BaseException:
-            self._end()
-            raise
+        self._ranks = Ranks(self.rank_class, ranks, self._settings)
         if wait:
             self.wait_until_started()
 
@@ -88,24 +76,32 @@ class MegatronPolicyGroup:
         Raises:
             RankError: one did not within ``start_timeout_s``; all are ended then.
         """
-        try:
-            limit = self._settings.start_timeout_s
-            self._places = self._answers("starting its process", self._settling, limit, "start_timeout_s")
-            self.description = self._answers("start", self._starting, limit, "start_timeout_s")[0]
-        except BaseException:
-            self._closed_by = "a failed start"
-            self._end()
-            raise
+        self.description = self._ranks.wait_until_started()[0]
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self._world
+        return self._ranks.world
 
     @property
     def pids(self) -> list[int]:
         """Process numbers of the ranks, on their own machines."""
-        return [place.pid for place in self._places if place is not None]
+        return self._ranks.pids
+
+    @property
+    def parameter_count(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.parameter_count`."""
+        return self._fact("parameters")
+
+    @property
+    def vocab_size(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.vocab_size`."""
+        return self._fact("vocab_size")
+
+    @property
+    def max_context(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.max_context`."""
+        return self._fact("max_context")
 
     def weight_version(self) -> int:
         """How many updates have made the present weights."""
@@ -119,6 +115,7 @@ class MegatronPolicyGroup:
         """See :meth:`rl_policy_megatron.MegatronPolicy.logprobs`.
 
         Raises:
+            BatchError: the batch breaks its contract.
             RankError: as every other call: names the rank that failed first, and its cause.
         """
         return self._call("logprobs", batch)
@@ -167,8 +164,12 @@ class MegatronPolicyGroup:
         """Start a refit: what the source of weights announces. Until :meth:`end` nothing else is computed.
 
         Raises:
-            RuntimeStateError: a refit is under way.
+            RuntimeStateError: a refit is under way, or the ranks' settings name no source of weights.
         """
+        if not self._has_source:
+            raise RuntimeStateError(
+                "policy: there is nobody to hand weights to; give RankSettings a weight_source"
+            )
         self._refitting, before = True, self._refitting
         if before:
             raise RuntimeStateError("policy: begin was called during a refit; call end first")
@@ -180,7 +181,7 @@ class MegatronPolicyGroup:
 
     def end(self) -> None:
         """End a refit; idempotent, also after a failure, which has ended the ranks."""
-        if not self._actors:
+        if not self._ranks.running:
             return
         self._call("end")
         self._refitting = False
@@ -192,6 +193,17 @@ class MegatronPolicyGroup:
     def save(self, directory: Path | str) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory."""
         self._call("save", str(Path(directory).resolve()))
+
+    def save_async(self, directory: Path | str) -> PendingGroupSave:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.save_async`: the ranks copy now and write later.
+
+        A save that is still under way at :meth:`shutdown` is waited for, ``shutdown_timeout_s`` at most.
+        """
+        self._saves += 1
+        number, target = self._saves, Path(directory).resolve()
+        self._call("save_async", str(target), number)
+        self._saving = PendingGroupSave(self._ranks, number, target, self._settings.call_timeout_s)
+        return self._saving
 
     def load(self, directory: Path | str) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.load`; the ranks must reach the directory."""
@@ -207,91 +219,31 @@ class MegatronPolicyGroup:
         if kind is None:
             self.shutdown()
         else:
-            self._end()
+            self._ranks.end("an exception in its block")
 
     def shutdown(self) -> None:
-        """Ask the ranks to release everything, wait a bounded time, then end them; idempotent."""
+        """Ask the ranks to release everything, wait a bounded time, then end them; idempotent.
+
+        Raises:
+            CheckpointError: the last :meth:`save_async` failed and nobody was told, or was not complete in
+                time; all is released, and what it has written does not load.
+        """
+        saving, self._saving = self._saving, None
         try:
-            if self._actors:
-                # They may be dead or busy; either way they are ended.
-                with contextlib.suppress(Exception):
-                    asked = [actor.shutdown.remote() for actor in self._actors]
-                    self._answers("shutdown", asked, self._settings.shutdown_timeout_s, "shutdown_timeout_s")
+            if saving is not None and self._ranks.running:
+                saving.settle(self._settings.shutdown_timeout_s)
         finally:
-            self._end()
+            self._ranks.shutdown()
+
+    def _fact(self, name: str) -> int:
+        if name not in self.description:
+            raise RuntimeStateError(f"policy: {name} is known once wait_until_started has returned")
+        return self.description[name]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        with self._lock:
-            asked = self._ask(method, *arguments)
-        try:
-            return self._answers(method, asked, self._settings.call_timeout_s, "call_timeout_s")
-        except RankError as error:
-            if self._world > 1 or not error.answered:
-                self._closed_by = f"a failure of {method}"
-                self._end()
-            raise
-
-    def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        import ray
-
-        if not self._actors:
-            raise RankError(
-                f"policy: {method} was called after {self._closed_by}; start a new one", call=method
-            )
-        if self._refitting and method not in _IN_A_REFIT:
+        if self._refitting and self._ranks.running and method not in _IN_A_REFIT:
             raise RuntimeStateError(f"policy: {method} was called during a refit; call end first")
-        # Written down once, however many ranks read it.
-        given = arguments if self._world == 1 else [ray.put(argument) for argument in arguments]
-        return [getattr(actor, method).remote(*given) for actor in self._actors]
-
-    def _answers(self, call: str, asked: list[Any], timeout_s: float, limit: str) -> list[Any]:
-        return answers_of(
-            call, asked, self._places, timeout_s=timeout_s, grace_s=self._settings.grace_s, limit=limit
-        )
-
-    def _actor_class(self) -> Any:
-        import ray
-
-        from rl_actor_envs.runtime import make_actor_runtime_env
-
-        settings = self._settings
-        runtime_env = make_actor_runtime_env(
-            settings.environment or self.rank_class, env_vars=dict(settings.env_vars)
-        )
-        actor: Any = ray.remote(self.rank_class)
-        return actor.options(
-            num_cpus=settings.num_cpus,
-            num_gpus=settings.num_gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env=dict(runtime_env),
-        )
-
-    def _end(self) -> None:
-        """End every rank and all that it has started; idempotent, never raises."""
-        import ray
-
-        actors: list[Any] = self._actors
-        if not actors:
-            return
-        self._actors = []
-        places = self._known_places()
-        for actor in actors:
-            # Ray may be gone already, and the actor with it.
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-        end_all(places, self._settings.kill_timeout_s)
-
-    def _known_places(self) -> list[ProcessPlace]:
-        import ray
-
-        known = [place for place in self._places if place is not None]
-        if not known:
-            # It never came to waiting for them.
-            for settling in self._settling:
-                with contextlib.suppress(Exception):
-                    known.append(ray.get(settling, timeout=0.01))
-        return known
+        return self._ranks.call(method, *arguments)

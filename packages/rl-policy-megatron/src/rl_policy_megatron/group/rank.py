@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..errors import RuntimeStateError
+from ..errors import CheckpointError, PeerError, RuntimeStateError
+from ..refusals import is_agreed
 from ..settings import OptimizerSettings
 from .lockstep import FollowingSide, LeadingSide, RefitSide
 from .processes import ProcessPlace
@@ -18,13 +19,44 @@ from .rendezvous import LOOPBACK, Rendezvous, join, leave, serve
 from .settings import RankSettings
 
 if TYPE_CHECKING:
+    from ..answers import LossFunction
     from ..mapping import WeightSpec
     from ..microbatch import Batch
     from ..policy import MegatronPolicy
-    from ..schedule import LossFunction
+    from ..saver import PendingSave
 
-_STATE_FILE = "worker.json"
+_VERSION = "weight_version"
 _Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stands after a call that failed.
+
+    Attributes:
+        agreed: whether all ranks gave the call up together; None if it was never begun here.
+        whole: whether the policy is as it was before, or as after a whole update.
+        version: of the weights.
+    """
+
+    agreed: bool | None
+    whole: bool
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """How far a save of one rank is.
+
+    Attributes:
+        ended: well or not.
+        failure: what went wrong.
+        follows: whether that is only that another rank failed.
+    """
+
+    ended: bool
+    failure: str | None = None
+    follows: bool = False
 
 
 class PolicyRank:
@@ -48,6 +80,22 @@ class PolicyRank:
         self._made: MegatronPolicy | None = None
         self._spec: tuple[WeightSpec, ...] | None = None
         self._refit: RefitSide | None = None
+        # By the driver's number of the call.
+        self._failed: dict[int, bool] = {}
+        self._saves: dict[int, PendingSave] = {}
+
+    def perform(self, number: int, method: str, *arguments: Any) -> Any:
+        """One of the methods below, called by the driver under a number that none had before."""
+        try:
+            return getattr(self, method)(*arguments)
+        except Exception as error:
+            self._failed[number] = is_agreed(error)
+            raise
+
+    def standing(self, number: int) -> Standing:
+        """What became of this rank in a call that failed."""
+        made = self._made
+        return Standing(self._failed.pop(number, None), made is None or made.is_whole, self._version)
 
     def settle(self) -> ProcessPlace:
         """Lead a process group, so that all that this process starts can be found; where it is."""
@@ -67,7 +115,7 @@ class PolicyRank:
         """Meet the other ranks, and load the model.
 
         Returns:
-            Facts for the log: ``parameters``, ``max_context``, ``pid``.
+            Facts: ``parameters``, ``max_context``, ``vocab_size``, ``pid``.
 
         Raises:
             RendezvousError: names the ranks that did not come.
@@ -98,6 +146,7 @@ class PolicyRank:
         return {
             "parameters": policy.parameter_count,
             "max_context": policy.max_context,
+            "vocab_size": policy.vocab_size,
             "pid": os.getpid(),
         }
 
@@ -181,18 +230,28 @@ class PolicyRank:
 
     def save(self, directory: str) -> None:
         """Write the policy's state and the weights' version into ``directory``."""
-        self.policy.save(Path(directory))
-        if self._rank == 0:
-            with (Path(directory) / _STATE_FILE).open("w", encoding="utf-8") as file:
-                json.dump({"weight_version": self._version}, file)
-                file.flush()
-                os.fsync(file.fileno())
+        self.policy.save(Path(directory), {_VERSION: self._version})
+
+    def save_async(self, directory: str, number: int) -> None:
+        """As :meth:`save`, in the background; :meth:`saved` tells how far it is."""
+        self._saves[number] = self.policy.save_async(Path(directory), {_VERSION: self._version})
+
+    def saved(self, number: int) -> SaveOutcome:
+        """How far the save of this number is; once it has ended, it is told once."""
+        pending = self._saves[number]
+        if not pending.done:
+            return SaveOutcome(ended=False)
+        try:
+            pending.wait()
+        except CheckpointError as error:
+            return SaveOutcome(True, str(error), isinstance(error.__cause__, PeerError))
+        return SaveOutcome(ended=True)
 
     def load(self, directory: str) -> None:
-        """Restore what :meth:`save` wrote."""
-        self.policy.load(Path(directory))
-        state = json.loads((Path(directory) / _STATE_FILE).read_text(encoding="utf-8"))
-        self._version = int(state["weight_version"])
+        """Restore what :meth:`save` wrote; a version that is not there is the number of updates."""
+        policy = self.policy
+        notes = policy.load(Path(directory), verify=self._settings.verify_loads)
+        self._version = int(notes.get(_VERSION, policy.updates))
 
     def shutdown(self) -> None:
         """Release the policy and leave the world; idempotent."""

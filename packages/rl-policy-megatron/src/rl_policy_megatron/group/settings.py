@@ -48,6 +48,8 @@ class RankSettings:
         rendezvous_timeout_s: how long the ranks wait for each other at the start.
         collective_timeout_s: how long a rank waits for the others within a computation.
         refit_timeout_s: how long the end of a refit may take.
+        verify_loads: whether loading a checkpoint compares its files with their digests; False where whoever
+            keeps the checkpoints does so anyway.
 
     Raises:
         ValueError: a value outside its range, naming it.
@@ -63,6 +65,7 @@ class RankSettings:
     rendezvous_timeout_s: float = 120.0
     collective_timeout_s: float = 3600.0
     refit_timeout_s: float = 120.0
+    verify_loads: bool = True
 
     def __post_init__(self) -> None:
         if self.world < 1:
