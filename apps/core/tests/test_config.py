@@ -7,6 +7,7 @@ from rl_app_core.config import ConfigError, load_config, to_yaml
 from rl_app_core.config.errors import closest_path
 from rl_app_core.config.loading import known_paths
 from rl_app_core.config.reference import reference
+from rl_app_core.config.synonyms import SYNONYMS
 
 SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
 
@@ -47,17 +48,77 @@ def test_l2_a_key_in_the_wrong_section_names_the_right_one():
     ("unknown", "meant"),
     [
         ("algorithm.lerning_rate", "algorithm.learning_rate"),
-        ("algoritm.steps", "algorithm"),
+        ("algoritm.steps", "algorithm.steps"),
         ("group_size", "algorithm.group_size"),
         ("model.tiny.hiden_size", "model.tiny.hidden_size"),
         ("generation.tempurature", "generation.temperature"),
         ("generation.backend", "generation.engine"),
         ("generation.replicas", "generation.vllm.replicas"),
         ("generation.vllm.max_model_length", "generation.vllm.max_model_len"),
+        ("policy.tensor", "policy.parallel.tensor"),
+        ("policy.parallel.tensr", "policy.parallel.tensor"),
+        ("policy.batch_tokens", "policy.micro_batch_tokens"),
+        ("policy.micro_batch", "policy.micro_batch_size"),
+        ("policy.rank", "policy.peft.rank"),
+        ("policy.learning_rate", "algorithm.learning_rate"),
+        ("warm_start.decay", "algorithm.decay"),
     ],
 )
 def test_a_misspelt_key_names_the_one_that_was_meant(unknown, meant):
     assert f"did you mean {meant}?" in refused(f"{unknown}=1")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("policy.lora", "policy.peft"),
+        ("policy.lora_rank", "policy.peft.rank"),
+        ("policy.peft.r", "policy.peft.rank"),
+        ("policy.tp", "policy.parallel.tensor"),
+        ("policy.dtype", "policy.precision"),
+        ("policy.gradient_checkpointing", "policy.recompute"),
+        ("policy.sequence_packing", "policy.packing"),
+        ("policy.megatron_cfg.pipeline_model_parallel_size", "policy.parallel.pipeline"),
+        ("policy.train_mb_tokens", "policy.micro_batch_tokens"),
+        ("policy.model_name", "model.path"),
+        ("generation.tensor_parallel", "generation.vllm.tensor_parallel_size"),
+        ("generation.max_tokens", "generation.max_new_tokens"),
+        ("algorithm.lr", "algorithm.learning_rate"),
+        ("algorithm.beta", "algorithm.kl_coefficient"),
+        ("grpo.num_generations_per_prompt", "algorithm.group_size"),
+        ("loss_fn.ratio_clip_max", "algorithm.clip_high"),
+        ("actor_rollout_ref.rollout.n", "algorithm.group_size"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "generation.vllm.tensor_parallel_size"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "policy.parallel.tensor"),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "policy.micro_batch_tokens"),
+        ("data.max_response_length", "generation.max_new_tokens"),
+        ("trainer.save_freq", "checkpointing.every"),
+        ("num_generations", "algorithm.group_size"),
+        ("per-device-train-batch-size", "policy.micro_batch_size"),
+    ],
+)
+def test_a_name_of_another_stack_names_ours(unknown, meant):
+    assert refused(f"{unknown}=1").startswith(f"{unknown} is not a setting; did you mean {meant}?")
+
+
+def test_names_of_other_stacks_mean_settings_that_exist_and_are_none_themselves():
+    known = set(known_paths())
+    assert known >= SYNONYMS.keys()
+    names = [name for several in SYNONYMS.values() for name in several]
+    assert len(names) == len(set(names))
+    assert not known & set(names)
+
+
+def test_of_a_section_that_is_not_known_every_key_is_told():
+    assert refused("policy.sequence_packing.enabled=true") == (
+        "policy.sequence_packing is not a setting; did you mean policy.packing?"
+    )
+    message = refused("rollout.n=4", "rollout.name=vllm", "trainer={}", "grpo={a: 1, b: 2, c: 3, d: 4, e: 5}")
+    assert "rollout.n is not a setting; did you mean algorithm.group_size?" in message
+    assert "rollout.name is not a setting; did you mean generation.engine?" in message
+    assert "trainer is not a setting;" in message
+    assert "grpo.d is not" in message
+    assert "grpo.e is not" not in message
 
 
 def test_an_unrecognisable_key_says_where_the_keys_are_listed():
@@ -116,6 +177,21 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         (["policy.peft.targets=[q_proj, q_proj]"], ["policy.peft: targets must name each projection once"]),
         (["policy.peft.targets=[qkv]"], ["policy.peft.targets.0='qkv'", "'q_proj'"]),
         (["policy.micro_batch_tokens=0"], ["policy.micro_batch_tokens=0", "greater than 0"]),
+        (
+            ["policy.micro_batch_tokens=512", "policy.micro_batch_size=8"],
+            [
+                "policy: micro_batch_size=8 has no effect beside micro_batch_tokens=512",
+                "leave one of them out",
+            ],
+        ),
+        (
+            ["generation.engine=vllm", "generation.vllm={device: cuda, cpu_threads: 4}"],
+            ["generation: vllm.cpu_threads=4 has no effect with vllm.device=cuda"],
+        ),
+        (
+            ["algorithm.final_share=0.1"],
+            ["algorithm: final_share=0.1 has no effect with decay=constant", "linear or cosine"],
+        ),
         (["policy.recompute=some"], ["policy.recompute='some'", "'none' or 'full'"]),
         (["algorithm.advantage=gae"], ["algorithm.advantage='gae'", "'grpo'"]),
         (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
@@ -125,6 +201,7 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         (["algorithm.group_size=true"], ["algorithm.group_size: true is a flag"]),
         (["seed=99999999999999999999999"], ["seed=", "less than"]),
         (["steps"], ["'steps' is not an override", "key=value"]),
+        (["cpu-vllm"], ["'cpu-vllm' is not an override", "recipe is chosen with -c"]),
         (["seed.deeper=1", "seed.deeper.still=1"], ["seed.deeper is a value, not a section"]),
     ],
 )
@@ -140,13 +217,16 @@ def test_a_value_that_cannot_be_meant_names_key_and_remedy(words, told):
         ["generation.engine=vllm", "generation.vllm.dtype=float32"],
         ["generation.engine=vllm", "generation.vllm.dtype=bfloat16", "policy.precision=bfloat16"],
         ["generation.vllm.dtype=bfloat16", "generation.vllm.max_model_len=32"],
+        ["policy.micro_batch_tokens=512", "policy.micro_batch_size=64"],
+        ["algorithm.final_share=0.1", "algorithm.decay=cosine"],
+        ["generation.vllm={device: cuda, cpu_threads: 4}"],
         [
             *("generation.engine=vllm", "generation.vllm.dtype=bfloat16"),
             *("algorithm.importance_correction=tis", "algorithm.importance_max=2"),
         ],
     ],
 )
-def test_an_engine_that_computes_like_the_policy_or_is_corrected_for_is_accepted(words):
+def test_settings_that_go_together_are_accepted(words):
     """Nobody minds the settings of an engine that the run does not use: one key changes engines."""
     load_config(None, [*SMALLEST, *words])
 

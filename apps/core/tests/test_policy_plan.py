@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 from rl_app_core import preflight
 from rl_app_core.config import ConfigError, load_config
 from rl_app_core.config.policy import Peft
-from rl_app_core.policy_plan import check_layout, policy_settings, rank_settings
+from rl_app_core.policy_plan import (
+    check_adapters,
+    check_layout,
+    policy_settings,
+    policy_warnings,
+    rank_settings,
+)
 from rl_app_core.remote import RemoteWorker, group_settings
 from rl_policy_megatron import ParallelLayout, PolicySettings
 from rl_policy_megatron.group import MegatronPolicyGroup
@@ -35,14 +42,13 @@ def test_the_defaults_are_one_process_and_what_the_policy_itself_defaults_to():
 def test_every_setting_reaches_the_policy():
     settings = policy_settings(
         config(
-            *("policy.precision=bfloat16", "policy.micro_batch_size=7", "policy.micro_batch_tokens=99"),
+            *("policy.precision=bfloat16", "policy.micro_batch_tokens=99"),
             *("policy.packing=true", "policy.recompute=full", "generation.temperature=0.5", "seed=3"),
             "policy.peft={rank: 4, alpha: 9, targets: [q_proj, up_proj]}",
         )
     )
     assert settings == PolicySettings(
         dtype="bfloat16",
-        micro_batch_size=7,
         micro_batch_tokens=99,
         packing=True,
         recompute="full",
@@ -50,6 +56,7 @@ def test_every_setting_reaches_the_policy():
         seed=3,
         lora=LoraSettings(4, 9.0, ("q_proj", "up_proj")),
     )
+    assert policy_settings(config("policy.micro_batch_size=7")) == PolicySettings(micro_batch_size=7)
 
 
 def test_adapters_have_the_defaults_of_the_package():
@@ -94,6 +101,50 @@ def test_a_layout_that_cannot_split_the_model_is_refused_before_anything_starts(
         check_layout(config(APART, *words))
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MIXTURE = {
+    **{"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
+    **{
+        "max_position_embeddings": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def test_adapters_for_experts_are_refused_before_anything_starts_and_those_of_attention_are_not(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+
+    def adapted(peft):
+        words = [f"model.path={tmp_path}", "data.train.dataset_name=x", f"policy.peft={peft}"]
+        return load_config(None, words)
+
+    for wrong in ("{}", "{targets: [q_proj, up_proj]}"):
+        with pytest.raises(
+            ConfigError, match=r"^policy\.peft: policy\.peft\.targets names .*up_proj"
+        ) as caught:
+            check_adapters(adapted(wrong))
+        assert "set policy.peft.targets to some of q_proj, k_proj, v_proj, o_proj" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    check_adapters(adapted("{targets: [q_proj, o_proj]}"))
+    check_adapters(config("policy.peft={}"))
+
+
+def test_adapters_on_random_weights_are_warned_of_with_what_to_do():
+    (warning,) = policy_warnings(config("policy.peft={}"))
+    for part in (
+        "model.tiny are random",
+        "grpo export-hf RUN_DIR DIR",
+        "model.path=DIR",
+        "warm_start.steps=0",
+    ):
+        assert part in warning
+    assert policy_warnings(config()) == ()
+    words = ["model.path=somewhere", "data.train.dataset_name=x", "policy.peft={}"]
+    assert policy_warnings(load_config(None, words)) == ()
 
 
 def test_the_policys_actors_have_environments():

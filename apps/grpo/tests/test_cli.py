@@ -200,8 +200,15 @@ def test_a_run_that_is_done_is_not_done_again(grpo, tmp_path):
     before = {path: path.read_bytes() for path in directory.path.glob("*.json*")}
     done = grpo("resume", "run")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "run is done: 3 steps" in done.stdout
+    assert "run is done: 3 steps; for more, raise algorithm.steps in run/config.yaml" in done.stdout
     assert {path: path.read_bytes() for path in directory.path.glob("*.json*")} == before
+
+
+def test_settings_that_will_hardly_learn_are_warned_of_before_the_run(grpo):
+    done = grpo("validate", "policy.peft={}")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("warning: policy.peft trains adapters beside weights that stay")
+    assert "warning" not in grpo("validate").stdout
 
 
 def test_an_occupied_run_directory_is_refused(grpo, tmp_path):

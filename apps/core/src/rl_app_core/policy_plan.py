@@ -39,7 +39,7 @@ def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
 
 def policy_settings(config: RunConfig) -> PolicySettings:
     """How the policy computes."""
-    wanted, lora = config.policy, config.policy.peft
+    wanted = config.policy
     tokens = wanted.micro_batch_tokens
     passes: dict[str, int] = (
         {"micro_batch_size": wanted.micro_batch_size} if tokens is None else {"micro_batch_tokens": tokens}
@@ -52,7 +52,7 @@ def policy_settings(config: RunConfig) -> PolicySettings:
         temperature=config.generation.temperature,
         seed=config.seed,
         layout=_layout(config),
-        lora=None if lora is None else LoraSettings(lora.rank, lora.alpha, lora.targets),
+        lora=_lora(config),
     )
 
 
@@ -78,16 +78,52 @@ def check_layout(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the size of the model and the key that does not divide it.
     """
-    model = config.model
-    if model.path is not None:
-        shape = read_model_shape(model.path)
-    else:
-        assert model.tiny is not None
-        shape = _tiny_shape(model.tiny)
     try:
-        _layout(config).check_fit(shape)
+        _layout(config).check_fit(_shape(config))
     except PolicyError as error:
         raise ConfigError(f"policy.parallel: {str(error).replace('layout.', 'policy.parallel.')}") from error
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Refuse adapters for what the model does not have, before a process is started.
+
+    Raises:
+        ConfigError: naming the projections, and those that can be adapted.
+    """
+    lora = _lora(config)
+    if lora is None:
+        return
+    try:
+        lora.check_fit(_shape(config))
+    except PolicyError as error:
+        raise ConfigError(
+            f"policy.peft: {str(error).replace('lora.targets', 'policy.peft.targets')}"
+        ) from error
+
+
+def policy_warnings(config: RunConfig) -> tuple[str, ...]:
+    """What can be trained but will hardly learn, each with its remedy."""
+    if config.policy.peft is None or config.model.tiny is None:
+        return ()
+    return (
+        "policy.peft trains adapters beside weights that stay as they are, and those of model.tiny are "
+        "random, its embeddings too, so it will hardly learn; train a model without policy.peft first, "
+        "write it with `grpo export-hf RUN_DIR DIR`, and adapt that one: model.tiny=null model.path=DIR "
+        "warm_start.steps=0 policy.peft={}",
+    )
+
+
+def _shape(config: RunConfig) -> ModelShape:
+    model = config.model
+    if model.path is not None:
+        return read_model_shape(model.path)
+    assert model.tiny is not None
+    return _tiny_shape(model.tiny)
+
+
+def _lora(config: RunConfig) -> LoraSettings | None:
+    wanted = config.policy.peft
+    return None if wanted is None else LoraSettings(wanted.rank, wanted.alpha, wanted.targets)
 
 
 def _layout(config: RunConfig) -> ParallelLayout:

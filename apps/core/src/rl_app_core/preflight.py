@@ -19,7 +19,7 @@ from .config import ConfigError, RunConfig
 from .conversation import load_conversation
 from .demonstrations import check_maker
 from .engine_plan import check_engine
-from .policy_plan import check_layout
+from .policy_plan import check_adapters, check_layout
 from .problems import Problems, load_problems
 from .prompt_room import check_prompts
 
@@ -55,6 +55,7 @@ def prepare(config: RunConfig) -> Prepared:
         load_conversation(config.model.path, config.model.chat_template)
     context = _check_context(config)
     check_layout(config)
+    check_adapters(config)
     _environment("environment.name", config.environment.name)
     problems = load_problems(config.data, config.environment.name)
     environments = _environments(problems)

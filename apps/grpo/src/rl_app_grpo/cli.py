@@ -66,7 +66,10 @@ def resume(run_dir: RunDir) -> None:
     with guarded(Console(stderr=True), running):
         directory, config = RunDirectory.open(run_dir)
         if _is_done(directory, config):
-            typer.echo(f"{run_dir} is done: {config.algorithm.steps} steps; for more, raise algorithm.steps")
+            typer.echo(
+                f"{run_dir} is done: {config.algorithm.steps} steps; for more, raise algorithm.steps "
+                f"in {directory.config_file} and resume again"
+            )
             return
         _run(_prepare(config), directory, began, running)
 
@@ -75,8 +78,13 @@ def resume(run_dir: RunDir) -> None:
 def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Check a recipe, its overrides and every file it names, without starting anything."""
     with guarded(Console(stderr=True)):
+        from rl_app_core.policy_plan import policy_warnings
+
         path = find_recipe(recipe)
-        problems = _prepare(load_config(path, overrides or [])).problems
+        prepared = _prepare(load_config(path, overrides or []))
+        problems = prepared.problems
+        for warning in policy_warnings(prepared.config):
+            typer.echo(f"warning: {warning}")
         typer.echo(
             f"ok: {path.name}, {len(problems.train):,} training and {len(problems.held_out):,} held-out "
             f"problems ({problems.repeated:,} repeated ones left out)"
@@ -120,6 +128,7 @@ def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
 
 
 def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Running) -> None:
+    from rl_app_core.policy_plan import policy_warnings
     from rl_app_core.reporting import RunReporter
 
     from .engine_metrics import engine_line
@@ -130,6 +139,8 @@ def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Run
         running.directory = directory
         running.resume_hint = f"; continue with: grpo resume {shlex.quote(str(directory.path))}"
         reporter.line(f"run        {directory.path}")
+        for warning in policy_warnings(prepared.config):
+            reporter.line(f"warning    {warning}")
         summary = run_job(prepared, directory, reporter, began=began)
         gained = summary.held_out_after - summary.held_out_before
         reporter.line(

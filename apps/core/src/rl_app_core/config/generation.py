@@ -131,6 +131,15 @@ class Generation(Section):
         return self
 
     @model_validator(mode="after")
+    def _threads_are_for_a_cpu(self) -> Generation:
+        own = self.vllm
+        if self.engine == "vllm" and own.device == "cuda" and own.cpu_threads != 1:
+            raise ValueError(
+                f"vllm.cpu_threads={own.cpu_threads} has no effect with vllm.device=cuda; leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _room_for_a_prompt(self) -> Generation:
         longest = None if self.engine == "megatron" else getattr(self, self.engine).max_model_len
         if longest is not None and self.max_new_tokens >= longest:

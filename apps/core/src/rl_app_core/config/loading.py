@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError, closest_path
 from .sections import RunConfig
+from .synonyms import synonym
 
 
 def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -98,7 +99,10 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"{word!r} is not an override; write key=value, such as algorithm.steps=10")
+        raise ConfigError(
+            f"{word!r} is not an override; write key=value, such as policy.packing=true; "
+            "a recipe is chosen with -c"
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -117,13 +121,31 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
     target[leaf] = value
 
 
+_MOST_UNKNOWN_KEYS = 4
+
+
+def _unknown(path: str) -> str:
+    hint = closest_path(path, known_paths())
+    remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
+    return f"{path} is not a setting; {remedy}"
+
+
+def _leaves(path: str, given: Any) -> Iterator[str]:
+    """The keys below one that is not known, which say more about what was meant than it does."""
+    if not isinstance(given, dict) or not given or synonym(path):
+        yield path
+        return
+    for key, value in given.items():
+        yield from _leaves(f"{path}.{key}", value)
+
+
 def _explain(item: ErrorDetails) -> str:
     path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        hint = closest_path(path, known_paths())
-        remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
-        return f"{path} is not a setting; {remedy}"
     given = item.get("input")
+    if item["type"] == "extra_forbidden":
+        keys = list(_leaves(path, given))
+        shown = "; ".join(map(_unknown, keys[:_MOST_UNKNOWN_KEYS]))
+        return shown + ("; …" if len(keys) > _MOST_UNKNOWN_KEYS else "")
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if item["type"] == "value_error" or isinstance(given, (dict, BaseModel)):

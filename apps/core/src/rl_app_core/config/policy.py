@@ -61,7 +61,7 @@ class Peft(Section):
         "up_proj",
         "down_proj",
     )
-    """Projections that get adapters."""
+    """Projections that get adapters. Layers with experts have those of the attention only: q, k, v and o."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Peft:
@@ -78,7 +78,8 @@ class Policy(Section):
     micro_batch_size: PositiveInt = 64
     """Sequences per forward and backward pass; results do not depend on it."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens per forward and backward pass, instead of ``micro_batch_size``; a longer sequence goes alone."""
+    """Tokens per forward and backward pass, instead of ``micro_batch_size``, which is then left out; a
+    longer sequence goes alone."""
     packing: bool = False
     """Put the sequences of a pass end to end instead of padding them to one length."""
     recompute: Literal["none", "full"] = "none"
@@ -86,6 +87,19 @@ class Policy(Section):
     third more arithmetic for a fraction of the memory."""
     parallel: Parallel = Parallel()
     peft: Peft | None = None
+
+    @model_validator(mode="after")
+    def _passes_are_cut_by_one_measure(self) -> Policy:
+        rows, tokens = self.micro_batch_size, self.micro_batch_tokens
+        default = type(self).model_fields["micro_batch_size"].default
+        # A resolved configuration has every key, so only another value tells that it was meant.
+        if tokens is not None and rows != default:
+            raise ValueError(
+                f"micro_batch_size={rows} has no effect beside micro_batch_tokens={tokens}, which cuts "
+                "passes by tokens instead of sequences; leave one of them out (micro_batch_size is "
+                f"{default} by default)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_whole(self) -> Policy:

@@ -231,6 +231,15 @@ class Algorithm(Section):
     shuffle_rewards: bool = False
     """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""
 
+    @model_validator(mode="after")
+    def _a_decay_has_an_end(self) -> Algorithm:
+        if self.final_share and self.decay == "constant":
+            raise ValueError(
+                f"final_share={self.final_share} has no effect with decay=constant; set decay to linear or "
+                "cosine, or leave it out"
+            )
+        return self
+
 
 class Rewards(Section):
     """What is done to an environment's rewards before advantages are made of them."""
