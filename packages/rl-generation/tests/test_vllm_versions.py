@@ -26,7 +26,10 @@ from rl_generation.vllm.sync_driver import SyncDriver
 STATE = {"a.weight": torch.zeros(2, 2)}
 SPEC = spec_of_tensors(STATE.items())
 BUCKET = Bucket(
-    "shared_memory", {"path": "p", "offset": 0}, 16, (TensorPlace("a.weight", (2, 2), "float32", 0),)
+    "shared_memory",
+    {"place": "p", "inode": 1, "key": "k", "offset": 0},
+    16,
+    (TensorPlace("a.weight", (2, 2), "float32", 0),),
 )
 FACTS = Launched(16, 8, False, 1, ())
 

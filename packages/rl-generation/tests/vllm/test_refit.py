@@ -234,7 +234,8 @@ def test_a_bucket_that_is_gone_or_unannounced_is_refused(labs: Callable[[str], A
     state = lab.reference.moved(version)
     name, tensor = next(iter(state.items()))
     place = TensorPlace(name, tuple(tensor.shape), dtype_name(tensor.dtype), 0)
-    nowhere = {"path": "/dev/shm/rl-generation-refit-0123456789abcdef", "offset": 0}
+    # The largest number that a process can have.
+    nowhere = {"place": "/proc/4194304/fd/3", "inode": 1, "key": "0" * 32, "offset": 0}
 
     async def run() -> None:
         with pytest.raises(RefitError, match="outside a refit"):
