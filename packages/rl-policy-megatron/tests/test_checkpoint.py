@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_policy_megatron import CheckpointError, MegatronPolicy, OptimizerSettings, PolicySettings
+from rl_policy_megatron import (
+    CheckpointError,
+    MegatronPolicy,
+    OptimizerSettings,
+    PolicySettings,
+    RuntimeStateError,
+    checkpoint,
+)
 
 LENGTHS = [11, 4, 9, 7]
 
@@ -126,6 +134,20 @@ def _edit_manifest(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def _flip(path: Path) -> None:
+    """One bit of the last numbers."""
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
+def _forget_digest(path: Path) -> None:
+    content = json.loads(path.read_text())
+    del content["digests"]["weights-00-00.safetensors"], content["sha256"]
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -154,6 +176,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: _edit_tensors(_file(at, "random"), lambda t: t.clear()),
         "random.safetensors",
     ),
+    "half a random state": (
+        lambda at: _edit_tensors(_file(at, "random"), lambda t: t.update({"0.cpu": t["0.cpu"][:100]})),
+        r"0\.cpu of random is no state of a random generator",
+    ),
+    "random state of another rank": (
+        lambda at: _edit_tensors(_file(at, "random"), lambda t: t.update({"3.cpu": torch.ones(5056)})),
+        r"3\.cpu of random is no state",
+    ),
+    "changed weight": (lambda at: _flip(_file(at, "weights")), r"weights-00-00\.safetensors is damaged"),
+    "changed moment": (lambda at: _flip(_file(at, "optimizer")), r"optimizer-00-00\.safetensors is damaged"),
+    "changed random state": (lambda at: _flip(_file(at, "random")), r"random-00\.safetensors is damaged"),
+    "other number of updates": (
+        lambda at: _edit_manifest(at / "policy.json", steps=7),
+        r"policy\.json is damaged",
+    ),
+    "file without digest": (lambda at: _forget_digest(at / "policy.json"), "no digest of weights-00-00"),
 }
 
 
@@ -168,6 +206,60 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(
     with pytest.raises(CheckpointError, match=message):
         policy.load(saved)
     assert torch.equal(policy.logprobs(rows_of(LENGTHS)), before)
+
+
+def test_what_others_have_verified_is_not_read_twice(
+    saved: Path, policy_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, read = policy_of("llama"), []
+    original = checkpoint.file_digest
+    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or original(path))
+    policy.load(saved)
+    assert sorted(read) == sorted(path.name for path in saved.glob("*.safetensors"))
+    read.clear()
+    policy.load(saved, verify=False)
+    assert read == []
+
+
+def test_notes_come_back_as_they_were_at_the_call(saved: Path, policy_of: Callable[..., Any]) -> None:
+    policy, notes = policy_of("llama"), {"who": ["me"], "epoch": 3}
+    pending = policy.save_async(saved.parent / "noted", notes)
+    notes["who"].append("you")
+    pending.wait()
+    assert policy.load(saved.parent / "noted") == {"who": ["me"], "epoch": 3}
+    assert policy.load(saved) == {}
+    with pytest.raises(CheckpointError, match="what JSON can hold"):
+        policy.save(saved.parent / "never", {"tensor": torch.ones(1)})
+    assert not (saved.parent / "never").exists()
+
+
+def test_a_load_that_fails_half_way_leaves_a_policy_that_only_loads(
+    saved: Path,
+    policy_of: Callable[..., Any],
+    rows_of: Callable[..., Any],
+    token_mean_loss: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    policy, other, batch = policy_of("llama"), policy_of("llama"), rows_of(LENGTHS)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_policy_megatron.snapshot.Snapshot.continue_from", lambda *_: tmp_path.read_text())
+        with pytest.raises(IsADirectoryError):
+            policy.load(saved)
+    assert not policy.is_whole
+    for ask in (
+        lambda: policy.logprobs(batch),
+        lambda: policy.train(batch, token_mean_loss, learning_rate=1e-2),
+        lambda: policy.save(tmp_path / "never"),
+        lambda: policy.export_hf(tmp_path / "never"),
+    ):
+        with pytest.raises(RuntimeStateError, match="a load failed half-way"):
+            ask()
+    for each in (policy, other):
+        each.load(saved)
+    assert policy.is_whole
+    first, second = (each.train(batch, token_mean_loss, learning_rate=1e-2) for each in (policy, other))
+    assert first == second
 
 
 def test_checkpoints_of_other_models_and_types_are_refused(

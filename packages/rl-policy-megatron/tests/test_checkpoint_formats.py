@@ -54,6 +54,22 @@ def saved(
     return policy, tmp_path / "saved"
 
 
+def test_h9_checkpoints_from_before_digests_load_and_so_do_their_notes(
+    saved: tuple[Any, Path], policy_of: Callable[..., Any]
+) -> None:
+    policy, directory = saved
+
+    def older(content: dict[str, Any]) -> None:
+        for key in ("sha256", "digests", "notes"):
+            del content[key]
+
+    _edit_manifest(directory, older)
+    (directory / "worker.json").write_text('{"weight_version": 5}')
+    other = policy_of("qwen3-tied")
+    assert other.load(directory) == {"weight_version": 5}
+    assert other.updates == policy.updates == 1
+
+
 def _edit_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = directory / "policy.json"
     content = json.loads(path.read_text())

@@ -69,7 +69,8 @@ class RankError(PolicyError):
     Attributes:
         rank: its number; -1 where no rank was asked.
         call: the method that was called.
-        answered: whether the rank itself raised the cause, and so lives on.
+        answered: whether the rank itself raised the cause, and so lived on. Of several ranks all are ended
+            nevertheless, unless each of them answered so before it had begun.
     """
 
     def __init__(self, message: str, rank: int = -1, call: str = "", *, answered: bool = False) -> None:

@@ -34,10 +34,10 @@ class Failure:
 
     def original(self, call: str, world: int) -> Exception | None:
         """The error as the rank raised it, if it could be brought here and tells what went wrong."""
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import RayError
 
         cause = self.cause
-        if self.follows or not isinstance(cause, Exception) or isinstance(cause, RayTaskError):
+        if self.follows or not isinstance(cause, Exception) or isinstance(cause, RayError):
             return None
         cause.add_note(f"raised on rank {self.rank} of {world}, by {call}; the group goes on")
         return cause
@@ -90,7 +90,14 @@ def first_of(failures: list[Failure]) -> Failure:
 
 
 def _own(rank: int, call: str, cause: Exception) -> Failure:
+    from ray.exceptions import RaySystemError
+
     text = f"{call} failed: {type(cause).__name__}: {cause}"
+    if isinstance(cause, RaySystemError):
+        text = (
+            f"{call} was not begun, its arguments cannot be read there: {_first_line(cause)}; what is sent "
+            "to ranks comes from a module that they can import, or from the script itself"
+        )
     if isinstance(cause, PeerError):
         return Failure(rank, text, cause, answered=True, follows=True, named=cause.rank)
     if isinstance(cause, RendezvousError):

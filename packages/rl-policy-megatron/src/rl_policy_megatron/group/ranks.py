@@ -147,7 +147,8 @@ class Ranks:
         """
         import ray
 
-        actors, self._actors = self._actors, []
+        actors = self._actors
+        self._actors = list[Any]()
         if not actors:
             return
         self._ended_by = by

@@ -38,11 +38,8 @@ class PendingGroupSave:
 
     @property
     def done(self) -> bool:
-        """Whether it is known to have ended, well or not."""
-        try:
-            return self._look(0.0)
-        except CheckpointError:
-            return True
+        """Whether it is known to have ended, well or not; asking takes a tenth of a second at most."""
+        return self._look()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return once the checkpoint is complete and on disk.
@@ -55,24 +52,43 @@ class PendingGroupSave:
                 in time, and then goes on and can be waited for again.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        while not self._look(max(min(_LOOK_EVERY_S, deadline - time.monotonic()), 0.0)):
-            if time.monotonic() >= deadline:
-                raise CheckpointError(
-                    f"saving the policy to {self.directory} takes longer than {limit:g} s; it goes on: wait "
-                    "longer, or save to a faster disk"
-                )
-            time.sleep(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
+        if not self._ended_within(limit):
+            raise CheckpointError(
+                f"saving the policy to {self.directory} takes longer than {limit:g} s; it goes on: wait "
+                "longer, or save to a faster disk"
+            )
+        self._tell()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the last time, before the ranks are ended; silent about what :meth:`wait` has told.
+
+        Raises:
+            CheckpointError: it could not be saved, or was not complete in time.
+        """
+        if self._told:
+            return
+        if not self._ended_within(timeout_s):
+            raise CheckpointError(
+                f"the policy was not saved to {self.directory}: the save was not complete {timeout_s:g} s "
+                "after shutdown, and what it has written does not load; wait() for a save before shutdown, "
+                "or raise shutdown_timeout_s"
+            )
+        self._tell()
+
+    def _tell(self) -> None:
         self._told = True
         if self._failure is not None:
             raise CheckpointError(self._failure)
 
-    def settle(self, timeout_s: float) -> None:
-        """As :meth:`wait`, but silent about what :meth:`wait` has told before."""
-        if not self._told:
-            self.wait(timeout_s)
+    def _ended_within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self._look():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0)))
+        return True
 
-    def _look(self, timeout_s: float) -> bool:
+    def _look(self) -> bool:
         """Whether it has ended."""
         with self._lock:
             if self._ended:
@@ -80,7 +96,7 @@ class PendingGroupSave:
             try:
                 if self._asked is None:
                     self._asked = self._ranks.ask("saved", self._number)
-                found = self._ranks.look("saved", self._asked, timeout_s)
+                found = self._ranks.look("saved", self._asked, _LOOK_EVERY_S)
             except RankError as error:
                 self._ended = True
                 self._failure = (
