@@ -169,10 +169,6 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
         ),
         (["policy.parallel.sequence_parallel=true"], ["policy.parallel: sequence_parallel needs tensor=2"]),
         (["policy.parallel.tensor=0"], ["policy.parallel.tensor=0", "greater than 0"]),
-        (
-            ["generation.engine=vllm", "policy.parallel.tensor=2", "policy.peft={}"],
-            ["policy: peft does not go with parallel.tensor=2", "set all three to 1 and use parallel.data"],
-        ),
         (["policy.peft.targets=[]"], ["policy.peft.targets", "at least 1 item"]),
         (["policy.peft.targets=[q_proj, q_proj]"], ["policy.peft: targets must name each projection once"]),
         (["policy.peft.targets=[qkv]"], ["policy.peft.targets.0='qkv'", "'q_proj'"]),
@@ -218,6 +214,7 @@ def test_a_value_that_cannot_be_meant_names_key_and_remedy(words, told):
         ["generation.engine=vllm", "generation.vllm.dtype=bfloat16", "policy.precision=bfloat16"],
         ["generation.vllm.dtype=bfloat16", "generation.vllm.max_model_len=32"],
         ["policy.micro_batch_tokens=512", "policy.micro_batch_size=64"],
+        ["generation.engine=vllm", "policy.parallel.tensor=2", "policy.peft={}"],
         ["algorithm.final_share=0.1", "algorithm.decay=cosine"],
         ["generation.vllm={device: cuda, cpu_threads: 4}"],
         [

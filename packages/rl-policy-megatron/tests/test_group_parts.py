@@ -81,13 +81,13 @@ def test_errors_survive_the_way_between_processes() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: RankSettings("m", world=0), "world must be at least 1"),
-        (lambda: RankSettings("m", threads=-1), "threads must be at least 0"),
+        (lambda: RankSettings("m", world=0), "world must be an integer >= 1"),
+        (lambda: RankSettings("m", threads=-1), "threads must be an integer >= 0"),
         (
             lambda: RankSettings("m", refit_timeout_s=0),
-            "refit_timeout_s must be a finite number of seconds > 0",
+            "refit_timeout_s must be a finite number > 0",
         ),
-        (lambda: GroupSettings(num_gpus=-1), "num_gpus must be at least 0"),
+        (lambda: GroupSettings(num_gpus=-1), "num_gpus must be a finite number >= 0"),
         (lambda: GroupSettings(call_timeout_s=float("inf")), "call_timeout_s must be a finite number"),
     ],
 )

@@ -75,6 +75,13 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
         lambda view, batch: (share(view, batch).detach(), {}),
         ["without gradient", "logits.logprobs()", "detach()"],
     ),
+    "detached at times": (
+        lambda view, batch: (
+            share(view, batch).detach() if len(batch.mask[0]) < 8 else share(view, batch),
+            {},
+        ),
+        ["returned a loss of ", "without gradient, so nothing would be learned"],
+    ),
     "always a constant 0": (lambda view, batch: (torch.zeros(()), {}), ["without gradient only"]),
     "metrics of no kind": (lambda view, batch: (share(view, batch), 3), ["returned 3 for metrics", CONTRACT]),
     "a number for a metric": (

@@ -19,6 +19,7 @@ from rl_policy_megatron import (
     SettingsError,
 )
 from rl_policy_megatron.checks import check_fields
+from rl_policy_megatron.group import GroupSettings, RankSettings
 
 # Class, field, wrong value, what it must be.
 WRONG: list[tuple[type, str, Any, str]] = [
@@ -66,6 +67,10 @@ WRONG: list[tuple[type, str, Any, str]] = [
     (LoraSettings, "targets", "q_proj", "a tuple, each of it a string"),
     (LoraSettings, "targets", ("q_proj", 3), "a tuple, each of it a string"),
     (LoraSettings, "dropout", None, "a finite number"),
+    (GroupSettings, "num_gpus", -1.0, "a finite number >= 0"),
+    (GroupSettings, "grace_s", 0, "a finite number > 0"),
+    (GroupSettings, "call_timeout_s", math.inf, "a finite number > 0"),
+    (GroupSettings, "env_vars", "OMP_NUM_THREADS=1", "Mapping"),
 ]
 
 
@@ -87,10 +92,18 @@ def test_every_field_of_every_settings_is_checked() -> None:
     class Nothing:
         pass
 
-    for kind in (PolicySettings, OptimizerSettings, ParallelLayout, LoraSettings):
+    for kind in (
+        PolicySettings,
+        OptimizerSettings,
+        ParallelLayout,
+        LoraSettings,
+        GroupSettings,
+        RankSettings,
+    ):
         for field in kind.__dataclass_fields__:
+            given = {"model_directory": "somewhere"} if kind is RankSettings else {}
             with pytest.raises(SettingsError, match=rf"{kind.__name__}\.{field} must be"):
-                kind(**{field: Nothing()})
+                kind(**{**given, field: Nothing()})
 
 
 def test_what_can_be_meant_is_accepted() -> None:

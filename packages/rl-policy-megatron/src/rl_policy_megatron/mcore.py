@@ -31,6 +31,8 @@ try:
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
+            reduce_from_tensor_model_parallel_region,
+            reduce_scatter_to_sequence_parallel_region,
         )
         from megatron.core.transformer import attention as attention_layers
         from megatron.core.transformer.mlp import MLP
@@ -67,6 +69,8 @@ __all__ = [
     "get_megatron_optimizer",
     "parallel_state",
     "random_states",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "submodules_of",
     "token_dispatcher",
 ]

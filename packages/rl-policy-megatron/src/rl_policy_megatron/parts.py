@@ -62,7 +62,7 @@ class PolicyParts:
             self.shards = WeightShards(weight_map, own_weights(self.model), placement)
             with agreed(placement.world):
                 load_weights(self.model, weight_map, self.shards, model_directory)
-                self.adapters = Adapters.on(self.model, shape, settings)
+                self.adapters = Adapters.on(self.model, shape, settings, placement)
             self.table: TensorTable = self.shards if self.adapters is None else self.adapters.map
             self.wrapped = wrap_for_training(self.model)
             self.optimizer = PolicyOptimizer(self.wrapped, optimizer, placement)

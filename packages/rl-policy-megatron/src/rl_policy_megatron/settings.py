@@ -64,12 +64,6 @@ class PolicySettings:
                 f"micro_batch_tokens={self.micro_batch_tokens}: passes are cut by rows or by tokens; "
                 "leave one of them out"
             )
-        if self.lora is not None and self.layout.model_ranks * self.layout.expert > 1:
-            raise SettingsError(
-                "lora needs a layout of tensor = pipeline = expert = 1, got "
-                f"{self.layout.tensor}, {self.layout.pipeline}, {self.layout.expert}; "
-                "data-parallel ranks are what is left"
-            )
 
     def check_fit(self, shape: ModelShape) -> None:
         """Refuse a model that cannot be split, or get adapters, as these settings say.

@@ -50,10 +50,10 @@ class Snapshot:
             if reference is not None:
                 files.append(self._stage_file(REFERENCE, self.shards.gather_stage(reference)))
         else:
-            files.append(self._stage_file(ADAPTERS, self.adapters.tensors().items()))
-            frozen = self.adapters.reference_tensors()
+            files.append(self._stage_file(ADAPTERS, self.adapters.stage_tensors()))
+            frozen = self.adapters.stage_reference()
             if frozen is not None:
-                files.append(self._stage_file(REFERENCE, frozen.items()))
+                files.append(self._stage_file(REFERENCE, frozen))
         files.append(self._stage_file(OPTIMIZER, self.optimizer.state(self.table).items()))
         if not self.shards.writes_stage:
             files.clear()

@@ -100,14 +100,3 @@ class Policy(Section):
                 f"{default} by default)"
             )
         return self
-
-    @model_validator(mode="after")
-    def _adapters_are_whole(self) -> Policy:
-        parallel = self.parallel
-        if self.peft is not None and parallel.tensor * parallel.pipeline * parallel.expert > 1:
-            raise ValueError(
-                f"peft does not go with parallel.tensor={parallel.tensor}, parallel.pipeline="
-                f"{parallel.pipeline} and parallel.expert={parallel.expert}: adapters are whole on every "
-                "process; set all three to 1 and use parallel.data"
-            )
-        return self

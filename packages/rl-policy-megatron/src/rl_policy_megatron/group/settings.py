@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from ..checks import AboveZero, Count, Positive, Rate, check_fields
 from ..mapping import WeightSpec
 from ..settings import OptimizerSettings, PolicySettings
 
@@ -52,27 +53,23 @@ class RankSettings:
             keeps the checkpoints does so anyway.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        SettingsError: a value of another type or outside its range, naming it.
         RuntimeStateError: the layout does not fit the world.
     """
 
     model_directory: str
     policy: PolicySettings = field(default_factory=PolicySettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    world: int = 1
-    threads: int = 0
+    world: Positive = 1
+    threads: Count = 0
     weight_source: SourceFactory | None = None
-    rendezvous_timeout_s: float = 120.0
-    collective_timeout_s: float = 3600.0
-    refit_timeout_s: float = 120.0
+    rendezvous_timeout_s: AboveZero = 120.0
+    collective_timeout_s: AboveZero = 3600.0
+    refit_timeout_s: AboveZero = 120.0
     verify_loads: bool = True
 
     def __post_init__(self) -> None:
-        if self.world < 1:
-            raise ValueError(f"world must be at least 1, got {self.world}")
-        if self.threads < 0:
-            raise ValueError(f"threads must be at least 0, got {self.threads}")
-        _require_times(self)
+        check_fields(self)
         self.policy.layout.data(self.world)
 
 
@@ -93,28 +90,18 @@ class GroupSettings:
         grace_s: how long a rank that only saw another one fail waits for that one to say why.
 
     Raises:
-        ValueError: a value outside its range, naming it.
+        SettingsError: a value of another type or outside its range, naming it.
     """
 
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
+    num_cpus: Rate = 1.0
+    num_gpus: Rate = 0.0
     env_vars: Mapping[str, str] = field(default_factory=dict)
     environment: str = ""
-    start_timeout_s: float = 600.0
-    call_timeout_s: float = 3600.0
-    shutdown_timeout_s: float = 20.0
-    kill_timeout_s: float = 10.0
-    grace_s: float = 5.0
+    start_timeout_s: AboveZero = 600.0
+    call_timeout_s: AboveZero = 3600.0
+    shutdown_timeout_s: AboveZero = 20.0
+    kill_timeout_s: AboveZero = 10.0
+    grace_s: AboveZero = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("num_cpus", "num_gpus"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        _require_times(self)
-
-
-def _require_times(settings: RankSettings | GroupSettings) -> None:
-    for item in fields(settings):
-        value = getattr(settings, item.name)
-        if item.name.endswith("_s") and not 0 < value < float("inf"):
-            raise ValueError(f"{item.name} must be a finite number of seconds > 0, got {value}")
+        check_fields(self)
