@@ -84,9 +84,9 @@ def other(start):
 
 
 def test_a_failure_in_the_worker_keeps_its_cause_and_the_worker_works_on(worker):
-    with pytest.raises(RankError, match=r"train failed: .*the denominator of row 3 is 0") as caught:
+    with pytest.raises(ZeroDivisionError, match="the denominator of row 3 is 0") as caught:
         worker.train(BATCH, FailingLoss(), learning_rate=0.1)
-    assert caught.value.__cause__ is not None
+    assert caught.value.__notes__ == ["ZeroDivisionError of train, raised on rank 0 of 1"]
     before = worker.generate([REQUEST])[0].weight_version
     assert worker.train(BATCH, SFTLoss(), learning_rate=0.1)["loss"] > 0
     assert worker.generate([REQUEST])[0].weight_version == before + 1

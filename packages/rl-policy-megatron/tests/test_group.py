@@ -225,7 +225,7 @@ def test_a_refit_gathers_what_ranks_split_and_may_stop_anywhere_and_a_failing_lo
     before = group.logprobs(batch)
     with pytest.raises(ZeroDivisionError, match="the denominator of row 3 is 0") as caught:
         group.train(batch, TokenMean(failing=1), learning_rate=1e-2)
-    assert caught.value.__notes__ == ["raised on rank 1 of 2, by train; the group goes on"]
+    assert caught.value.__notes__ == ["ZeroDivisionError of train, raised on rank 1 of 2"]
     # Where on the rank it was raised.
     assert "in __call__" in str(caught.value.__cause__)
     assert torch.equal(group.logprobs(batch), before)

@@ -39,7 +39,7 @@ class Failure:
         cause = self.cause
         if self.follows or not isinstance(cause, Exception) or isinstance(cause, RayError):
             return None
-        cause.add_note(f"raised on rank {self.rank} of {world}, by {call}; the group goes on")
+        cause.add_note(f"{type(cause).__name__} of {call}, raised on rank {self.rank} of {world}")
         return cause
 
     def raised(self, call: str, world: int) -> RankError:
