@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from rl_policy_megatron import OptimizerSettings
-from rl_policy_megatron.errors import RankError, RuntimeStateError
+from rl_policy_megatron.errors import BatchError, RankError, RuntimeStateError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, PolicyRank, RankSettings
 from rl_policy_megatron.group.rendezvous import Rendezvous, join
+from rl_policy_megatron.refusals import alike
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -40,9 +41,9 @@ LIMITS = GroupSettings(num_cpus=0.5, start_timeout_s=90.0, call_timeout_s=60.0, 
 
 @dataclass(frozen=True)
 class Deed:
-    """What a rank does when it is told to train, in place of a loss."""
+    """What a rank, or every one, does when it is told to train, in place of a loss."""
 
-    rank: int
+    rank: int | None
     how: str
 
     def __call__(self, logits: Any, batch: Any) -> Any:
@@ -69,14 +70,17 @@ class Double(PolicyRank):
         return {"pid": os.getpid(), "child": self._child.pid}
 
     def train(self, batch: Any, loss_fn: Any, learning_rate: float) -> Any:
-        if loss_fn.rank == self._rank:
+        if loss_fn.rank in (self._rank, None):
+            if loss_fn.how == "refuse":
+                with alike():
+                    raise BatchError("row 3 has no end")
             if loss_fn.how == "raise":
                 raise ZeroDivisionError("the denominator of row 3 is 0")
             if loss_fn.how == "exit":
                 os._exit(7)
             if loss_fn.how == "sleep":
                 time.sleep(600)
-        seen = torch.full((1,), float(loss_fn.rank) if loss_fn.how == "sum" else 1.0)
+        seen = torch.full((1,), float(loss_fn.rank or 0) if loss_fn.how == "sum" else 1.0)
         for _ in range(1 if loss_fn.how in ("nothing", "sum") else 10**9):
             dist.all_reduce(seen)
         return float(seen)
@@ -144,6 +148,31 @@ def test_the_rank_that_raised_is_named_and_not_the_one_that_waits_for_it(
     assert seconds < 10
     with pytest.raises(RankError, match="reset_optimizer was called after a failure of train"):
         group.reset_optimizer(OptimizerSettings())
+
+
+def test_ranks_that_refuse_together_go_on_and_ranks_that_only_raise_the_same_are_ended(
+    start: Callable[..., Doubles],
+) -> None:
+    """The second may have been anywhere when they raised, and be behind each other by a collective."""
+    group = start()
+    for _ in range(2):
+        with pytest.raises(BatchError, match="row 3 has no end") as caught:
+            group.train(None, Deed(None, "refuse"), learning_rate=0.1)
+        assert caught.value.__notes__ == ["BatchError of train, raised on rank 0 of 2"] or (
+            caught.value.__notes__ == ["BatchError of train, raised on rank 1 of 2"]
+        )
+        assert len(running(group)) == 3
+        assert group.train(None, Deed(21, "sum"), learning_rate=0.1) == 42.0
+    error, seconds = failed(group, Deed(None, "raise"))
+    assert str(error).endswith("train failed: ZeroDivisionError: the denominator of row 3 is 0")
+    assert seconds < 10
+
+
+def test_a_rank_that_refuses_what_another_does_is_ended_with_it(start: Callable[..., Doubles]) -> None:
+    group = start()
+    with pytest.raises(RankError, match="rank 1 of 2: train failed: BatchError"):
+        group.train(None, Deed(1, "refuse"), learning_rate=0.1)
+    assert running(group) == []
 
 
 def test_a_rank_that_ends_itself_is_named_although_its_peer_complains_first(
