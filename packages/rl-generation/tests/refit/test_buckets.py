@@ -7,7 +7,15 @@ import torch
 
 from rl_generation.failures import RefitError
 from rl_generation.protocol import RefitSpec
-from rl_generation.refit.buckets import ALIGNMENT, BucketFiller, Filled, capacity_for, dtype_of, view
+from rl_generation.refit.buckets import (
+    ALIGNMENT,
+    BucketFiller,
+    Capacity,
+    Filled,
+    capacity_for,
+    dtype_of,
+    view,
+)
 from rl_generation.refit.contract import TensorPlace
 
 from .conftest import Tensors, described, random_tensors, require_same, same_bits
@@ -27,7 +35,7 @@ def fill_all(tensors: Tensors, capacity: int) -> list[tuple[torch.Tensor, Filled
 def test_tensors_of_any_kind_come_back_to_the_bit(seed: int, bucket_bytes: int) -> None:
     tensors = random_tensors(seed)
     spec = RefitSpec(tuple(described(tensors)))
-    capacity = capacity_for(spec, bucket_bytes)
+    capacity = capacity_for(spec, bucket_bytes).any
     buckets = fill_all(tensors, capacity)
     require_same({p.name: view(buffer, p) for buffer, filled in buckets for p in filled.places}, tensors)
     for _, filled in buckets:
@@ -38,22 +46,26 @@ def test_tensors_of_any_kind_come_back_to_the_bit(seed: int, bucket_bytes: int) 
 def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
     tensors = {"a": torch.zeros(20), "large": torch.ones(1000), "b": torch.zeros(20), "c": torch.zeros(20)}
     capacity = capacity_for(RefitSpec(tuple(described(tensors))), 256)
-    assert capacity == 4000
-    names = [[p.name for p in filled.places] for _, filled in fill_all(tensors, capacity)]
+    assert capacity == Capacity(bucket=256, largest=4000)
+    names = [[p.name for p in filled.places] for _, filled in fill_all(tensors, capacity.any)]
     assert names == [["a"], ["large"], ["b", "c"]]
 
 
 @pytest.mark.parametrize(
     ("tensors", "bucket_bytes", "expected"),
     [
-        ({"a": torch.zeros(4)}, 1 << 30, 64),
-        ({"a": torch.zeros(17), "b": torch.zeros(1)}, 1 << 30, 192),
-        ({"a": torch.zeros(17), "b": torch.zeros(1)}, 100, 100),
-        ({"a": torch.zeros(100)}, 100, 400),
-        ({"a": torch.empty(0)}, 100, ALIGNMENT),
+        ({"a": torch.zeros(4)}, 1 << 30, Capacity(64)),
+        ({"a": torch.zeros(17), "b": torch.zeros(1)}, 1 << 30, Capacity(192)),
+        ({"a": torch.zeros(17), "b": torch.zeros(1)}, 100, Capacity(100)),
+        ({"a": torch.zeros(25)}, 100, Capacity(100)),
+        ({"a": torch.zeros(26)}, 100, Capacity(100, 104)),
+        ({"a": torch.zeros(100)}, 100, Capacity(100, 400)),
+        ({"a": torch.empty(0)}, 100, Capacity(ALIGNMENT)),
     ],
 )
-def test_a_buffer_is_no_larger_than_it_must_be(tensors: Tensors, bucket_bytes: int, expected: int) -> None:
+def test_a_buffer_is_no_larger_than_it_must_be(
+    tensors: Tensors, bucket_bytes: int, expected: Capacity
+) -> None:
     assert capacity_for(RefitSpec(tuple(described(tensors))), bucket_bytes) == expected
 
 
@@ -86,6 +98,20 @@ def test_parameters_that_require_gradients_are_read_as_numbers() -> None:
 def test_a_place_that_cannot_be_is_refused(place: TensorPlace, message: str) -> None:
     with pytest.raises(RefitError, match=message):
         view(torch.zeros(64, dtype=torch.uint8), place)
+
+
+def test_the_size_of_what_comes_next_is_known_before_it_is_packed() -> None:
+    filler = BucketFiller({"a": torch.zeros(4), "b": torch.zeros(30), "c": torch.zeros(2)}.items())
+    assert [filler.next_size(), filler.next_size()] == [16, 16]
+    filled = filler.fill(torch.empty(100, dtype=torch.uint8))
+    assert filled is not None
+    assert [place.name for place in filled.places] == ["a"]
+    assert filler.next_size() == 120
+    filled = filler.fill(torch.empty(200, dtype=torch.uint8))
+    assert filled is not None
+    assert [place.name for place in filled.places] == ["b", "c"]
+    assert filler.next_size() is None
+    assert filler.fill(torch.empty(200, dtype=torch.uint8)) is None
 
 
 def test_a_tensor_that_is_not_dense_is_refused() -> None:

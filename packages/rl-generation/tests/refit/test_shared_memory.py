@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rl_generation.failures import RefitError, UnavailableBackendError
-from rl_generation.refit.buckets import Filled
+from rl_generation.refit.buckets import Capacity, Filled
 from rl_generation.refit.contract import Bucket, TensorPlace
 from rl_generation.refit.publisher import TensorSource
 from rl_generation.refit.receive import BucketReader
@@ -140,34 +140,54 @@ def test_memory_of_another_size_replaces_what_was_kept(open_segments: Callable[[
     before = open_segments()
     sender = SharedMemorySender(TransportSettings())
     for capacity in (100, 100, 5000):
-        sender.open(capacity)
-        assert sender.buffer().numel() == capacity
+        sender.open(Capacity(capacity))
+        assert sender.buffer(1).numel() == capacity
         assert open_segments() == before + 1
         sender.rest()
         with pytest.raises(RefitError, match="used before it was opened"):
-            sender.buffer()
+            sender.buffer(1)
     sender.close()
     assert open_segments() == before
 
 
-def test_slots_are_used_in_turn_and_those_of_the_window_stay() -> None:
+def test_what_is_published_stays_until_it_is_freed_and_a_large_one_has_a_place_of_its_own() -> None:
+    """Four buckets and one larger tensor; only when the first is freed is there room for another."""
     sender = SharedMemorySender(TransportSettings())
-    sender.open(16)
+    sender.open(Capacity(bucket=16, largest=3 * PAGE))
     receiver = SharedMemoryReceiver(TransportSettings())
-    given: list[Bucket] = []
-    for number in range(7):
-        sender.buffer().view(torch.float32).fill_(number)
-        given.append(sender.publish(Filled((PLACE,), 16)))
-        window = given[-given[-1].window :]
-        seen = [tensor.tolist() for bucket in window for _, tensor in receiver.tensors(bucket)]
-        assert seen == [[float(n)] * 4 for n in range(max(0, number - 1), number + 1)]
-    assert {bucket.window for bucket in given} == {2}
+    large = TensorPlace("w", (3 * PAGE // 4,), "float32", 0)
+    held: list[tuple[float, Bucket]] = []
+
+    def publish(number: float, place: TensorPlace, nbytes: int) -> None:
+        buffer = sender.buffer(nbytes)
+        assert buffer.numel() == nbytes
+        buffer.view(torch.float32).fill_(number)
+        held.append((number, sender.publish(Filled((place,), nbytes))))
+
+    for number in range(4):
+        assert sender.room(16)
+        publish(number, PLACE, 16)
+    assert not sender.room(16)
+    assert sender.room(17)
+    publish(9, large, 3 * PAGE)
+    assert not sender.room(17)
+    for number in range(4, 9):
+        for expected, bucket in held:
+            ((_, tensor),) = receiver.tensors(bucket)
+            assert tensor.eq(expected).all()
+        sender.free()
+        (_, bucket), *held = held
+        assert sender.room(17) == (bucket.nbytes > 16)
+        publish(number, PLACE, 16) if bucket.nbytes == 16 else publish(number, large, 3 * PAGE)
+    assert {(bucket.nbytes, bucket.window) for _, bucket in held} == {(16, 2), (3 * PAGE, 1)}
+    assert os.stat(held[0][1].location["place"]).st_size == (1 + 4 + 3) * PAGE
     sender.close()
 
 
 def test_one_slot_is_enough_for_one_bucket() -> None:
     sender = SharedMemorySender(TransportSettings(), slots=1)
-    sender.open(16)
+    sender.open(Capacity(16))
+    sender.buffer(16)
     assert os.stat(sender.publish(Filled((PLACE,), 16)).location["place"]).st_size == 2 * PAGE
     sender.close()
 
@@ -267,7 +287,7 @@ def test_a_key_that_was_not_told_is_refused(published: Bucket, settings: Transpo
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
-    ("offset", "nbytes"), [(0, 1 << 20), (PAGE, 3 * PAGE), (1 << 20, 16), (64, 16), (0, -1)]
+    ("offset", "nbytes"), [(0, 1 << 20), (PAGE, 4 * PAGE), (1 << 20, 16), (64, 16), (0, -1)]
 )
 def test_a_bucket_that_is_not_in_the_segment_is_refused(
     published: Bucket, kept_bytes: int, offset: int, nbytes: int
@@ -275,7 +295,7 @@ def test_a_bucket_that_is_not_in_the_segment_is_refused(
     receiver = SharedMemoryReceiver(TransportSettings(kept_bytes=kept_bytes))
     lies = replace(elsewhere(published, offset=offset), nbytes=nbytes)
     for _ in range(2):
-        with pytest.raises(RefitError, match=f"holds {3 * PAGE} bytes; a bucket of {nbytes} at {offset}"):
+        with pytest.raises(RefitError, match=f"holds {4 * PAGE} bytes; a bucket of {nbytes} at {offset}"):
             receiver.tensors(lies)
         # The second time it is mapped.
         list(receiver.tensors(published))

@@ -156,8 +156,9 @@ def test_a_hanging_stream_has_a_deadline_and_what_it_writes_yet_reaches_no_later
     late = {name: torch.full_like(tensor, -1.0) for name, tensor in THREE.items()}
 
     def hanging() -> Stream:
-        released.wait(30)
-        yield from late.items()
+        for name, tensor in late.items():
+            yield name, tensor
+            released.wait(30)
         written.set()
 
     streams = iter([hanging, THREE.items])

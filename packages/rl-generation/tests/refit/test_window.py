@@ -97,13 +97,13 @@ def test_the_next_bucket_is_asked_for_as_the_window_allows(window: int, events: 
 def test_a_failure_is_raised_once_the_others_have_ended() -> None:
     async def scene(engine: Engine) -> None:
         async with LoadingWindow() as loading:
-            await loading.load(bucket(3), engine.load("a"))
-            await loading.load(bucket(3), engine.load("b"))
+            await loading.load(bucket(4), engine.load("a"))
+            await loading.load(bucket(4), engine.load("b"))
             engine.gates["a"].set_exception(ValueError("no room"))
             engine.open_later("b")
             engine.open_later("c")
             await settle()
-            await loading.load(bucket(3), engine.load("c"))
+            await loading.load(bucket(4), engine.load("c"))
             engine.events.append("not noticed")
 
     assert play(scene, ValueError) == ["+a", "+b", "!a", "+c", "-b", "-c", "raised"]

@@ -53,15 +53,30 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def capacity_for(spec: RefitSpec, bucket_bytes: int) -> int:
-    """Bytes of a buffer that holds a bucket of this refit.
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the buffers of one refit have to hold, in bytes.
 
-    That is ``bucket_bytes``, less where everything needs less, and more only where one tensor is larger:
-    such a tensor travels alone. Never 0.
+    Attributes:
+        bucket: of several tensors.
+        largest: of a tensor that travels alone, being larger than a bucket; 0 if there is none.
     """
+
+    bucket: int
+    largest: int = 0
+
+    @property
+    def any(self) -> int:
+        """Of a buffer that holds every bucket."""
+        return max(self.bucket, self.largest)
+
+
+def capacity_for(spec: RefitSpec, bucket_bytes: int) -> Capacity:
+    """What this refit needs: buckets of ``bucket_bytes``, or of less where that is enough; never of 0."""
     sizes = [tensor_bytes(tensor) for tensor in spec.tensors]
-    everything = sum(map(aligned, sizes))
-    return max([ALIGNMENT, min(bucket_bytes, everything), *sizes])
+    bucket = max(ALIGNMENT, min(bucket_bytes, sum(map(aligned, sizes))))
+    largest = max(sizes, default=0)
+    return Capacity(bucket, largest if largest > bucket else 0)
 
 
 def view(buffer: torch.Tensor, place: TensorPlace) -> torch.Tensor:
@@ -139,6 +154,15 @@ class BucketFiller:
             places.append(place)
             end = start + size
         return Filled(tuple(places), end) if places else None
+
+    def next_size(self) -> int | None:
+        """Bytes of the tensor that comes next, ``None`` when the stream has ended.
+
+        Raises:
+            RefitError: the tensor is not dense.
+        """
+        entry = self._waiting = self._next()
+        return None if entry is None else entry[1].numel() * entry[1].element_size()
 
     def _next(self) -> tuple[str, torch.Tensor] | None:
         if self._waiting is not None:

@@ -37,8 +37,8 @@ class Bucket:
         location: where they are, in the transport's terms (a path, a handle, an object reference).
         nbytes: size of the whole buffer.
         tensors: what lies in it.
-        window: how many buckets, this one being the last, keep their bytes until the next one is asked for.
-            With 1 it has to be loaded before that.
+        window: of the buckets handed out so far, all but the last ``window - 1`` have to be loaded before the
+            next one is asked for. With 1 that is this one too.
     """
 
     transport: TransportName

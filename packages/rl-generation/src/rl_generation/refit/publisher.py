@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from ..failures import GenerationError, RefitError
 from ..protocol import RefitSpec, RefitTensor
-from .background import in_background, result_of
 from .buckets import BucketFiller, capacity_for
 from .contract import Bucket, TransportName
 from .manifest import Described, Tally, spec_of
+from .packer import Packer
 from .settings import TransportSettings
 from .transports.base import Sender
 from .transports.registry import make_sender
@@ -29,7 +28,7 @@ class _Running:
     sender: Sender
     filler: BucketFiller
     tally: Tally
-    ahead: Future[Bucket | None] | None = None
+    packer: Packer | None = None
     ended: bool = False
     failure: BaseException | None = None
 
@@ -87,7 +86,9 @@ class TensorSource:
             raise
         self._running = running
         if sender.slots > 1:
-            running.ahead = self._pack_ahead(running)
+            running.packer = Packer(
+                sender, running.filler, lambda work: self._guarded(running, work), self._name
+            )
         return spec
 
     def next_bucket(self) -> Bucket | None:
@@ -120,9 +121,8 @@ class TensorSource:
         if running is None:
             return
         try:
-            if running.ahead is not None:
-                # Its outcome is nobody's concern any more, but it reads the weights.
-                running.ahead.exception(self._settings.timeout_s)
+            if running.packer is not None:
+                running.packer.stop(self._settings.timeout_s)
         except BaseException as error:
             # Whatever it writes yet, it writes to memory that nobody uses.
             self.close()
@@ -138,34 +138,26 @@ class TensorSource:
             sender.close()
 
     def _next_bucket(self, running: _Running) -> Bucket | None:
-        if running.ahead is None:
-            bucket = self._pack(running)
+        if running.packer is not None:
+            bucket = running.packer.take(self._settings.timeout_s)
         else:
-            bucket = result_of(running.ahead, self._settings.timeout_s, f"{self._name}: packing a bucket")
+            # Asked for even after the last tensor: a collective says here what became of the last bucket.
+            buffer = running.sender.buffer(0)
+            bucket = self._guarded(running, lambda: self._pack(running, buffer))
         if bucket is None:
             running.ended = True
+            running.tally.require_all()
             return None
-        if running.ahead is not None:
-            running.ahead = self._pack_ahead(running)
         running.sender.send(bucket)
         return bucket
 
-    def _pack_ahead(self, running: _Running) -> Future[Bucket | None]:
-        # The current device belongs to a thread, and the stream may ask for it.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    def _pack(self, running: _Running, buffer: torch.Tensor) -> Bucket | None:
+        filled = running.filler.fill(buffer)
+        return None if filled is None else running.sender.publish(filled)
 
-        def work() -> Bucket | None:
-            if device is not None:
-                torch.cuda.set_device(device)
-            return self._pack(running)
-
-        return in_background(work, f"{self._name}-packing")
-
-    def _pack(self, running: _Running) -> Bucket | None:
-        # Asked for even after the last tensor: a collective says here what became of the last bucket.
-        buffer = running.sender.buffer()
+    def _guarded(self, running: _Running, work: Callable[[], Bucket | None]) -> Bucket | None:
         try:
-            filled = running.filler.fill(buffer)
+            return work()
         except GenerationError:
             raise
         except Exception as error:
@@ -174,10 +166,6 @@ class TensorSource:
                 f"{self._name}: the stream of weights failed with {len(missing)} tensors to come"
                 f"{f', the next being {missing[0]}' if missing else ''}: {type(error).__name__}: {error}"
             ) from error
-        if filled is None:
-            running.tally.require_all()
-            return None
-        return running.sender.publish(filled)
 
     def _checked(self, tally: Tally) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._stream():

@@ -148,6 +148,7 @@ class EngineCore(EngineState):
             announcement = self._weights.begin(spec, version)
             try:
                 await self._hold_or(RefitError)
+                # Not before: a mixture of experts is laid out anew here.
                 await self._workers("rl_begin_refit", announcement, version)
             except BaseException:
                 self._weights.abort()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..refit.buckets import Filled, view
+from ..refit.buckets import Capacity, Filled, view
 from ..refit.contract import Bucket
 from ..refit.receive import BucketReader
 from ..refit.settings import TransportSettings
@@ -59,8 +59,8 @@ class RelayedBucket:
     def _copy(self) -> Bucket:
         bucket, sender = self._bucket, self._sender
         received = self._reader.tensors(bucket)
-        sender.open(bucket.nbytes)
-        buffer = sender.buffer()
+        sender.open(Capacity(bucket.nbytes))
+        buffer = sender.buffer(bucket.nbytes)
         places = {place.name: place for place in bucket.tensors}
         for name, tensor in received:
             view(buffer, places[name]).copy_(tensor)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ...failures import RefitError
-from ..buckets import Filled, view
+from ..buckets import Capacity, Filled, view
 from ..contract import Bucket, TransportName
 
 
@@ -20,8 +20,8 @@ class Sender(Protocol):
         """Buckets whose bytes are kept at the same time; with two, one is packed while another is read."""
         ...
 
-    def open(self, capacity: int) -> None:
-        """Get buffers of ``capacity`` bytes.
+    def open(self, capacity: Capacity) -> None:
+        """Get buffers.
 
         Raises:
             RefitError: there is no room for them.
@@ -29,8 +29,14 @@ class Sender(Protocol):
         """
         ...
 
-    def buffer(self) -> torch.Tensor:
-        """``[capacity]`` uint8: where to pack the next bucket. The one ``slots`` buckets ago lay there."""
+    def room(self, nbytes: int) -> bool:
+        """Whether there is a buffer for a bucket that begins with a tensor of ``nbytes``, without a wait."""
+        ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """``[at least nbytes]`` uint8: where to pack the next bucket. There must be :meth:`room`, unless
+        ``slots`` is 1; then it may be waited for, and ``nbytes`` does not count.
+        """
         ...
 
     def publish(self, filled: Filled) -> Bucket:
@@ -39,6 +45,10 @@ class Sender(Protocol):
 
     def send(self, bucket: Bucket) -> None:
         """Called when the bucket is handed out; returns without waiting for whoever takes it."""
+        ...
+
+    def free(self) -> None:
+        """Say that of those published the first that was not freed yet has been read."""
         ...
 
     def rest(self) -> None:

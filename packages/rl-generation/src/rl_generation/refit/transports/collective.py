@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ...failures import RefitError, UnavailableBackendError
 from ..background import in_background, result_of
-from ..buckets import Filled
+from ..buckets import Capacity, Filled
 from ..contract import Bucket, TransportName
 from ..settings import TransportSettings
 from .base import require_transport, tensors_in
@@ -57,7 +57,7 @@ class CollectiveSender:
         self._broadcast: Future[None] | None = None
         self._closing = threading.Event()
 
-    def open(self, capacity: int) -> None:
+    def open(self, capacity: Capacity) -> None:
         """Get a buffer and open the store; members join with the first bucket.
 
         Raises:
@@ -68,11 +68,15 @@ class CollectiveSender:
         self._backend = best_backend()
         self._store = _serve_store(self._settings)
         self._name = secrets.token_hex(8)
-        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=_device(self._backend))
+        self._buffer = torch.empty(capacity.any, dtype=torch.uint8, device=_device(self._backend))
         self._sent = 0
         self._closing = threading.Event()
 
-    def buffer(self) -> torch.Tensor:
+    def room(self, nbytes: int) -> bool:
+        """Never: the only buffer may have to be waited for."""
+        return False
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
         """The only one, once the last broadcast is through.
 
         Raises:
@@ -101,6 +105,9 @@ class CollectiveSender:
     def send(self, bucket: Bucket) -> None:
         """Start the broadcast, for whose members this call does not wait."""
         self._broadcast = in_background(lambda: self._send(bucket.nbytes), "refit-broadcast")
+
+    def free(self) -> None:
+        """Nothing depends on it: the end of the broadcast counts."""
 
     def rest(self) -> None:
         """Nothing stays."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ...failures import RefitError, UnavailableBackendError
-from ..buckets import Filled
+from ..buckets import Capacity, Filled
 from ..contract import Bucket, TransportName
 from ..settings import TransportSettings
 from .base import require_transport, tensors_in
+from .slots import LARGE, Slots
 
 NAME: TransportName = "cuda_ipc"
 
@@ -34,35 +35,44 @@ class CudaIpcSender:
     slots = 2
 
     def __init__(self, settings: TransportSettings) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._next = 0
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._used = Slots(0, 0)
+        self._slot = 0
 
-    def open(self, capacity: int) -> None:
-        """Get two buffers on the current device.
+    def open(self, capacity: Capacity) -> None:
+        """Get two buffers on the current device, and one for a tensor that is alone.
 
         Raises:
             UnavailableBackendError: there is no CUDA device.
             RefitError: it has no room.
         """
         require_cuda()
+        sizes = {**dict.fromkeys(range(self.slots), capacity.bucket), LARGE: capacity.largest}
         try:
-            self._buffers = [torch.empty(capacity, dtype=torch.uint8, device="cuda") for _ in range(2)]
+            self._buffers = {
+                slot: torch.empty(size, dtype=torch.uint8, device="cuda") for slot, size in sizes.items()
+            }
         except torch.OutOfMemoryError as error:
             raise RefitError(
-                f"refit: the GPU has no room for two buckets of {capacity} bytes; lower bucket_bytes"
+                f"refit: the GPU has no room for {sum(sizes.values())} bytes of buckets; lower bucket_bytes"
             ) from error
-        self._next = 0
+        self._used = Slots(self.slots, capacity.bucket)
 
-    def buffer(self) -> torch.Tensor:
-        """The buffer that was not packed last."""
+    def room(self, nbytes: int) -> bool:
+        """Whether a buffer is free."""
+        return self._used.room(nbytes)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """A free one."""
         if not self._buffers:
             raise RefitError("refit: CUDA IPC was used before it was opened")
-        return self._buffers[self._next]
+        self._slot = self._used.take(nbytes)
+        buffer = self._buffers[self._slot]
+        return buffer[:nbytes] if self._slot == LARGE else buffer
 
     def publish(self, filled: Filled) -> Bucket:
-        """Wait until the bytes are there, and make a handle of the buffer."""
-        buffer = self.buffer()
-        self._next = 1 - self._next
+        """Wait until the bytes are there, and make a handle of the buffer that was filled last."""
+        buffer = self._buffers[self._slot]
         torch.cuda.synchronize(buffer.device)
         properties = torch.cuda.get_device_properties(buffer.device)
         location = describe(str(properties.uuid), buffer.untyped_storage()._share_cuda_())
@@ -71,13 +81,17 @@ class CudaIpcSender:
     def send(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
 
+    def free(self) -> None:
+        """Its buffer can be packed again."""
+        self._used.free()
+
     def rest(self) -> None:
         """Nothing stays."""
         self.close()
 
     def close(self) -> None:
         """Let go of the buffers; idempotent. Engines that have them open keep them alive."""
-        self._buffers = []
+        self._buffers = {}
 
 
 class CudaIpcReceiver:

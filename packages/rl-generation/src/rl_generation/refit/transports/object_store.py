@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...failures import RefitError, UnavailableBackendError
-from ..buckets import Filled
+from ..buckets import Capacity, Filled
 from ..contract import Bucket, TransportName
 from ..settings import TransportSettings
 from .base import require_transport, tensors_in
@@ -25,9 +25,9 @@ class ObjectStoreSender:
 
     def __init__(self, settings: TransportSettings) -> None:
         self._buffer: torch.Tensor | None = None
-        self._references: deque[Any] = deque(maxlen=self.slots)
+        self._references: deque[Any] = deque()
 
-    def open(self, capacity: int) -> None:
+    def open(self, capacity: Capacity) -> None:
         """Get a buffer; the store copies it with each bucket.
 
         Raises:
@@ -35,22 +35,31 @@ class ObjectStoreSender:
         """
         _require_ray()
         self._references.clear()
-        self._buffer = torch.empty(capacity, dtype=torch.uint8)
+        self._buffer = torch.empty(capacity.any, dtype=torch.uint8)
 
-    def buffer(self) -> torch.Tensor:
+    def room(self, nbytes: int) -> bool:
+        """Whether fewer buckets are in the store than may be."""
+        return len(self._references) < self.slots
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
         """The same one each time."""
         if self._buffer is None:
             raise RefitError("refit: the object store was used before it was opened")
         return self._buffer
 
     def publish(self, filled: Filled) -> Bucket:
-        """Put the bytes into the store; they stay as long as this sender needs them."""
-        reference = _require_ray().put(self.buffer()[: filled.nbytes].numpy())
+        """Put the bytes into the store; they stay until they are freed."""
+        reference = _require_ray().put(self.buffer(0)[: filled.nbytes].numpy())
         self._references.append(reference)
         return Bucket(NAME, reference, filled.nbytes, filled.places)
 
     def send(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
+
+    def free(self) -> None:
+        """Let the store forget it."""
+        if self._references:
+            self._references.popleft()
 
     def rest(self) -> None:
         """Nothing stays."""

@@ -1,8 +1,8 @@
 """Same node: the policy writes into shared memory, and engines map it.
 
-One segment serves a whole refit. It has three slots, so that one is packed while two others are loaded. What
-is not large stays, and stays mapped, for the next refit: the first touch of its pages costs as much as a
-quarter of a refit.
+One segment serves a whole refit. It has four slots: two buckets are with the engines, one being loaded and
+one waiting there, while others are packed. What is not large stays, and stays mapped, for the next refit: the
+first touch of its pages costs as much as a quarter of a refit.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 
 from ...failures import RefitError
-from ..buckets import Filled
+from ..buckets import Capacity, Filled
 from ..contract import Bucket, TransportName
 from ..settings import TransportSettings
 from .base import require_transport, tensors_in
 from .segments import Segment, SegmentView, page_aligned
+from .slots import LARGE, Slots
 
 NAME: TransportName = "shared_memory"
 
@@ -29,36 +30,43 @@ class SharedMemorySender:
         slots: one suffices for one bucket.
     """
 
-    def __init__(self, settings: TransportSettings, slots: int = 3) -> None:
+    def __init__(self, settings: TransportSettings, slots: int = 4) -> None:
         self.slots = slots
         self._kept_bytes = settings.kept_bytes
         self._segment: Segment | None = None
         self._key = ""
-        self._capacity = 0
+        self._capacity = Capacity(0)
+        self._used = Slots(0, 0)
         self._slot = 0
 
-    def open(self, capacity: int) -> None:
+    def open(self, capacity: Capacity) -> None:
         """Get the segment, or take the one of the last refit again.
 
         Raises:
             RefitError: there is no room.
             UnavailableBackendError: this system has no such memory.
         """
-        self._capacity, self._slot = capacity, 0
-        nbytes = self.slots * page_aligned(capacity)
+        self._capacity, self._used = capacity, Slots(self.slots, capacity.bucket)
+        nbytes = self._large_at() + capacity.largest
         if self._segment is not None and self._segment.nbytes != nbytes:
             self.close()
         if self._segment is None:
             self._segment = Segment(nbytes)
         self._key = self._segment.renew()
 
-    def buffer(self) -> torch.Tensor:
-        """The slot that was packed longest ago."""
-        start = self._offset()
-        return self._require_open().buffer[start : start + self._capacity]
+    def room(self, nbytes: int) -> bool:
+        """Whether a slot is free."""
+        return self._used.room(nbytes)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """A free slot."""
+        segment = self._require_open()
+        self._slot = self._used.take(nbytes)
+        size = nbytes if self._slot == LARGE else self._capacity.bucket
+        return segment.buffer[self._offset() : self._offset() + size]
 
     def publish(self, filled: Filled) -> Bucket:
-        """Say where the slot is; its bytes are there for readers already."""
+        """Say where the slot that was filled last is; its bytes are there for readers already."""
         segment = self._require_open()
         location = {
             "place": segment.place,
@@ -66,11 +74,16 @@ class SharedMemorySender:
             "key": self._key,
             "offset": self._offset(),
         }
-        self._slot = (self._slot + 1) % self.slots
-        return Bucket(NAME, location, filled.nbytes, filled.places, window=max(1, self.slots - 1))
+        # Nothing waits at the engines behind one that is alone in its slot: another could not be packed.
+        window = 1 if self._slot == LARGE or self.slots == 1 else 2
+        return Bucket(NAME, location, filled.nbytes, filled.places, window=window)
 
     def send(self, bucket: Bucket) -> None:
         """Nothing is left to do."""
+
+    def free(self) -> None:
+        """Its slot can be packed again."""
+        self._used.free()
 
     def rest(self) -> None:
         """Let nothing published be read any more; idempotent. Keeps the segment, if it is not large."""
@@ -88,7 +101,10 @@ class SharedMemorySender:
             segment.close()
 
     def _offset(self) -> int:
-        return self._slot * page_aligned(self._capacity)
+        return self._large_at() if self._slot == LARGE else self._slot * page_aligned(self._capacity.bucket)
+
+    def _large_at(self) -> int:
+        return self.slots * page_aligned(self._capacity.bucket)
 
     def _require_open(self) -> Segment:
         if self._segment is None or not self._key:
