@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rl_policy_megatron import OptimizerSettings, ParallelLayout, PolicySettings
-from rl_policy_megatron.errors import RankError
+from rl_policy_megatron.errors import RankError, RuntimeStateError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, RankSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -222,6 +222,14 @@ def test_a_refit_gathers_what_ranks_split_and_may_stop_anywhere_and_a_failing_lo
     handed = weights(group)
     for name, tensor in alone.stream_weights():
         close(handed[name], tensor)
+    read = dict(group.stream_weights())
+    assert read.keys() == handed.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in handed.items())
+    reading = group.stream_weights()
+    next(reading)
+    group.train(batch, TokenMean(), learning_rate=0.0)
+    with pytest.raises(RuntimeStateError, match="version 1 of the weights and they are of version 2"):
+        next(reading)
     before = group.logprobs(batch)
     with pytest.raises(ZeroDivisionError, match="the denominator of row 3 is 0") as caught:
         group.train(batch, TokenMean(failing=1), learning_rate=1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -159,6 +160,18 @@ class MegatronPolicyGroup:
     def refit_spec(self) -> tuple[WeightSpec, ...]:
         """See :meth:`rl_policy_megatron.MegatronPolicy.refit_spec`."""
         return self._call("refit_spec")
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.stream_weights`; copies, brought here one by one.
+
+        For looking at them, and for engines in this process; elsewhere a refit is faster.
+
+        Raises:
+            RuntimeStateError: the weights changed on the way.
+        """
+        self._call("begin_reading")
+        while (item := self._call("read_weight")) is not None:
+            yield item
 
     def begin(self, transport: Any) -> Any:
         """Start a refit: what the source of weights announces. Until :meth:`end` nothing else is computed.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..errors import CheckpointError, PeerError, RuntimeStateError
-from ..refusals import is_agreed
+from ..refusals import is_agreed, marked
 from ..settings import OptimizerSettings
 from .lockstep import FollowingSide, LeadingSide, RefitSide
 from .processes import ProcessPlace
 from .rendezvous import LOOPBACK, Rendezvous, join, leave, serve
+from .reports import SaveOutcome, Standing
 from .settings import RankSettings
 
 if TYPE_CHECKING:
@@ -27,36 +28,6 @@ if TYPE_CHECKING:
 
 _VERSION = "weight_version"
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank stands after a call that failed.
-
-    Attributes:
-        agreed: whether all ranks gave the call up together; None if it was never begun here.
-        whole: whether the policy is as it was before, or as after a whole update.
-        version: of the weights.
-    """
-
-    agreed: bool | None
-    whole: bool
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """How far a save of one rank is.
-
-    Attributes:
-        ended: well or not.
-        failure: what went wrong.
-        follows: whether that is only that another rank failed.
-    """
-
-    ended: bool
-    failure: str | None = None
-    follows: bool = False
 
 
 class PolicyRank:
@@ -80,6 +51,7 @@ class PolicyRank:
         self._made: MegatronPolicy | None = None
         self._spec: tuple[WeightSpec, ...] | None = None
         self._refit: RefitSide | None = None
+        self._reading: tuple[int, Iterator[tuple[str, torch.Tensor]]] = 0, iter(())
         # By the driver's number of the call.
         self._failed: dict[int, bool] = {}
         self._saves: dict[int, PendingSave] = {}
@@ -204,6 +176,27 @@ class PolicyRank:
     def refit_spec(self) -> tuple[WeightSpec, ...] | None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.refit_spec`."""
         return self._led(self._announced())
+
+    def begin_reading(self) -> None:
+        """Start to hand the weights to the driver, one at each :meth:`read_weight`."""
+        self._reading = self._version, self.policy.stream_weights()
+
+    def read_weight(self) -> tuple[str, torch.Tensor] | None:
+        """The next name and tensor, copied; ``None`` after the last.
+
+        Raises:
+            RuntimeStateError: the weights are others than when it began.
+        """
+        version, stream = self._reading
+        if version != self._version:
+            raise marked(
+                RuntimeStateError(
+                    f"stream_weights: it began with version {version} of the weights and they are of version "
+                    f"{self._version} now; read to the end before the next update or load"
+                )
+            )
+        item = next(stream, None)
+        return None if item is None else self._led((item[0], item[1].to("cpu", copy=True)))
 
     def begin(self, transport: Any) -> Any:
         """Start a refit; until its end the weights must not change.

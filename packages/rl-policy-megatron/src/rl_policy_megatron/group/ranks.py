@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import RankError
 from .answers import Answers, answers_of, drain
 from .processes import ProcessPlace, end_all
-from .rank import PolicyRank, Standing
+from .rank import PolicyRank
+from .reports import Standing
 from .settings import GroupSettings, RankSettings
 
 # How long a rank has to end in good order, and then Ray to end it: either is a matter of milliseconds unless
