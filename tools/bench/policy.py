@@ -4,10 +4,10 @@
 
 Prints JSON. ``policy_over_transformers``: seconds of the policy divided by those of ``transformers`` with
 SDPA, so below 1 is faster; both sides get the same rows in the same micro-batches, read the same tokens and
-compute the same numbers, ``transformers`` also those of padding. ``packed_over_padded``: seconds of the policy
-with packing divided by those of padded micro-batches with as many tokens, of rows in the order in which they
-come, and of rows sorted by length as the policy does. ``chunked_over_naive``: peak memory of log-probabilities,
-see :mod:`tools.bench.policy_memory`.
+compute the same numbers, ``transformers`` also those of padding. ``packed_over_padded``: seconds of the
+policy with packing divided by those of padded micro-batches with as many tokens, of rows in the order in
+which they come, and of rows sorted by length as the policy does. ``chunked_over_naive``: peak memory of
+log-probabilities, see :mod:`tools.bench.policy_memory`.
 
 The loss is the mean negative log-probability of the tokens. Seconds are CPU seconds of the process, the best
 of the repeats, which take turns so that a busy machine slows all alike. All sides have huge pages, as the
