@@ -241,7 +241,7 @@ def test_a_policy_computes_with_them_as_long_as_it_is_open(
     before = MLP.forward, attention.apply_rotary_pos_emb
     ids = torch.arange(12).view(2, 6)
     with policy_of(kind) as policy:
-        model: Any = policy._model
+        model: Any = policy.model
         hidden = model(ids, torch.arange(6).expand(2, 6), None, labels=ids)
         found = _functions_behind(hidden)
     assert found["_RMSNormBackward"] == norms
