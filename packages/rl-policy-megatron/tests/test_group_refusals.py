@@ -24,7 +24,7 @@ from rl_policy_megatron import (
     RuntimeStateError,
     SettingsError,
     checkpoint,
-    optimizer,
+    snapshot,
 )
 from rl_policy_megatron.errors import RankError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, RankSettings
@@ -75,11 +75,14 @@ class Writing:
         return token_mean(logits, batch)
 
 
-def breaking_steps(logits: Any, batch: Any) -> Any:
-    def step(self: Any, learning_rate: float, norm: float) -> None:
-        raise MemoryError("in the middle of an update")
+def breaking_loads(logits: Any, batch: Any) -> Any:
+    """A loss after which the second rank fails at the second half of every load."""
+    if torch.distributed.get_rank() == 1:
 
-    optimizer.PolicyOptimizer.step = step
+        def continue_from(self: Any, saved: Any) -> None:
+            raise OSError("the disk is gone")
+
+        snapshot.Snapshot.continue_from = continue_from
     return token_mean(logits, batch)
 
 
@@ -325,11 +328,13 @@ def test_a_shutdown_leaves_no_half_written_checkpoint_that_loads(
     group.shutdown()
 
 
-def test_a_failure_in_the_middle_of_an_update_ends_the_ranks(
-    pair: MegatronPolicyGroup, rows_of: Callable[..., Any]
+def test_a_load_that_fails_half_way_ends_the_ranks(
+    pair: MegatronPolicyGroup, rows_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """All of them say the same, but what their weights are now nobody knows."""
-    with pytest.raises(RankError, match="train failed: MemoryError: in the middle") as caught:
-        pair.train(rows_of(LENGTHS), breaking_steps, learning_rate=RATE)
-    assert isinstance(caught.value.__cause__, MemoryError)
+    """All of them gave up together, but weights and optimizer no longer belong to each other."""
+    pair.train(rows_of(LENGTHS), breaking_loads, learning_rate=RATE)
+    pair.save(tmp_path / "saved")
+    with pytest.raises(RankError, match="rank 1 of 2: load failed: OSError: the disk is gone") as caught:
+        pair.load(tmp_path / "saved")
+    assert isinstance(caught.value.__cause__, OSError)
     assert running(pair) == []

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from .errors import PolicyError
+from .errors import PeerError, PolicyError
 
 _AGREED = "_every_rank_of_the_policy_raised"
 _Error = TypeVar("_Error", bound=BaseException)
@@ -23,12 +23,22 @@ def is_agreed(error: BaseException) -> bool:
 
     Then none of them waits for another, and each may be called again.
     """
-    links: BaseException | None = error
-    while links is not None:
-        if _AGREED in links.__dict__:
+    link: BaseException | None = error
+    while link is not None:
+        if _AGREED in link.__dict__:
             return True
-        links = links.__cause__
+        link = link.__cause__
     return False
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether it is more than the news that another rank has failed."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, PeerError):
+            return False
+        link = link.__cause__
+    return True
 
 
 @contextmanager

@@ -56,10 +56,17 @@ class Answers:
         return [self.values[rank] for rank in range(self.world)]
 
     @property
-    def refusal(self) -> Failure | None:
-        """The failure that all ranks tell of, if each of them raised something and lives on."""
-        raised = [failure for failure in self.failures if failure.answered]
-        return first_of(self.failures) if len(raised) == self.world else None
+    def refused(self) -> bool:
+        """Whether each rank raised something, and lives on."""
+        return sum(failure.answered for failure in self.failures) == self.world
+
+    def refusal(self, own: set[int]) -> Failure:
+        """The failure that all ranks tell of, once each of them refused.
+
+        Args:
+            own: the ranks that did not only hear of another's.
+        """
+        return first_of([failure for failure in self.failures if failure.rank in own] or self.failures)
 
 
 def answers_of(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..errors import CheckpointError, PeerError, RuntimeStateError
-from ..refusals import is_agreed, marked
+from ..errors import CheckpointError, RuntimeStateError
+from ..refusals import is_agreed, is_own, marked
 from ..settings import OptimizerSettings
 from .lockstep import FollowingSide, LeadingSide, RefitSide
 from .processes import ProcessPlace
@@ -53,7 +53,7 @@ class PolicyRank:
         self._refit: RefitSide | None = None
         self._reading: tuple[int, Iterator[tuple[str, torch.Tensor]]] = 0, iter(())
         # By the driver's number of the call.
-        self._failed: dict[int, bool] = {}
+        self._failed: dict[int, tuple[bool, bool]] = {}
         self._saves: dict[int, PendingSave] = {}
 
     def perform(self, number: int, method: str, *arguments: Any) -> Any:
@@ -61,13 +61,15 @@ class PolicyRank:
         try:
             return getattr(self, method)(*arguments)
         except Exception as error:
-            self._failed[number] = is_agreed(error)
+            # Alone there is nobody to agree with.
+            self._failed[number] = self._settings.world == 1 or is_agreed(error), is_own(error)
             raise
 
     def standing(self, number: int) -> Standing:
         """What became of this rank in a call that failed."""
         made = self._made
-        return Standing(self._failed.pop(number, None), made is None or made.is_whole, self._version)
+        agreed, own = self._failed.pop(number, (None, True))
+        return Standing(agreed, made is None or made.is_whole, self._version, own)
 
     def settle(self) -> ProcessPlace:
         """Lead a process group, so that all that this process starts can be found; where it is."""
@@ -237,7 +239,7 @@ class PolicyRank:
         try:
             pending.wait()
         except CheckpointError as error:
-            return SaveOutcome(True, str(error), isinstance(error.__cause__, PeerError))
+            return SaveOutcome(True, str(error), not is_own(error))
         return SaveOutcome(ended=True)
 
     def load(self, directory: str) -> None:

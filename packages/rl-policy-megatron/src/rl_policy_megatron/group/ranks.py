@@ -98,11 +98,12 @@ class Ranks:
             return answers.results()
         except RankError as error:
             failure: Exception = error
-            refusal = answers.refusal
-            if refusal is None or not self._unharmed(number):
+            standings = self._standings(number) if answers.refused else []
+            if all(standing.unharmed for standing in standings) and len(set(standings)) == 1:
+                own = {rank for rank, standing in enumerate(standings) if standing.own}
+                failure = answers.refusal(own).original(method, self.world) or error
+            elif self.world > 1 or not answers.refused:
                 self.end(f"a failure of {method}")
-            else:
-                failure = refusal.original(method, self.world) or error
         # Outside the block: what it was found by is no part of what went wrong.
         raise failure
 
@@ -192,21 +193,14 @@ class Ranks:
         self._unread.difference_update(asked[rank] for rank in range(self.world) if rank not in silent)
         return answers
 
-    def _unharmed(self, number: int) -> bool:
-        """Whether all ranks refused a call together, so that none is ahead of or waits for another."""
-        if self.world == 1:
-            return True
+    def _standings(self, number: int) -> list[Standing]:
+        """Where the ranks stand after a call that all of them refused; nothing if they do not tell."""
         with self._lock:
             asked = [actor.standing.remote(number) for actor in self._actors]
             self._unread.update(asked)
         answers = self._wait("standing", asked, self._settings.grace_s, "grace_s")
-        standings: list[Standing] = list(answers.values.values())
-        return (
-            len(standings) == self.world
-            and len(set(standings)) == 1
-            and standings[0].whole
-            and standings[0].agreed is not False
-        )
+        told = [answers.values[rank] for rank in sorted(answers.values)]
+        return told if len(told) == self.world else []
 
     def _known_places(self) -> list[ProcessPlace]:
         import ray

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +13,18 @@ class Standing:
         agreed: whether all ranks gave the call up together; None if it was never begun here.
         whole: whether the policy is as it was before, or as after a whole update.
         version: of the weights.
+        own: whether this rank itself failed, and did not only hear of another; of each its own.
     """
 
     agreed: bool | None
     whole: bool
     version: int
+    own: bool = field(default=True, compare=False)
+
+    @property
+    def unharmed(self) -> bool:
+        """Whether this rank may be called again, if all others stand where it stands."""
+        return self.whole and self.agreed is not False
 
 
 @dataclass(frozen=True, slots=True)
