@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -95,19 +96,55 @@ def test_reading_copies_nothing(published: Bucket, settings: TransportSettings) 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
 def test_what_a_reader_writes_stays_with_it_and_is_gone_the_next_time(
-    published: Bucket, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, told: bool
+    published: Bucket, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, told: bool, fails: bool
 ) -> None:
     """Also where the kernel does not tell which pages were written to."""
     if not told:
         monkeypatch.setattr(pages.os, "preadv", lambda *_: 0)
     receiver = SharedMemoryReceiver(TransportSettings(kept_bytes=kept_bytes))
     for _ in range(2):
-        ((_, tensor),) = receiver.tensors(published)
-        assert tensor.tolist() == [1.0] * 4
-        tensor.fill_(7)
+        seen = []
+        with pytest.raises(OSError, match="no room") if fails else contextlib.nullcontext():
+            for _, tensor in receiver.tensors(published):
+                seen.append(tensor.tolist())
+                tensor.fill_(7)
+                if fails:
+                    raise OSError("no room")
+        assert seen == [[1.0] * 4]
     ((_, tensor),) = SharedMemoryReceiver(TransportSettings()).tensors(published)
     assert tensor.tolist() == [1.0] * 4
+
+
+def test_pages_are_looked_at_only_if_one_was_given(
+    published: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that touches no new memory costs a reader nothing."""
+    looked: list[int] = []
+    monkeypatch.setattr(segments, "drop_private_pages", lambda *_: looked.append(1))
+    faults = iter([5, 5, 5, 6])
+    monkeypatch.setattr(segments, "page_faults", lambda: next(faults))
+    receiver = SharedMemoryReceiver(TransportSettings())
+    for expected in ([], [1]):
+        assert len(list(receiver.tensors(published))) == 1
+        assert looked == expected
+
+
+def test_a_first_write_is_a_page_fault_and_a_read_is_none() -> None:
+    segment = Segment(PAGE)
+    view = SegmentView(segment.place, segment.inode, 0, PAGE)
+    part = view.part(0, PAGE)
+    part.sum()
+    gc.disable()
+    try:
+        counts = [pages.page_faults() for _ in range(3)]
+        part[5] = 1
+        counts.append(pages.page_faults())
+    finally:
+        gc.enable()
+    assert counts[3] > counts[2]
+    segment.close()
 
 
 def test_a_reader_maps_a_segment_once_for_all_refits_and_a_large_one_by_parts() -> None:

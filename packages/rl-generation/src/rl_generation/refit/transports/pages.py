@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 
 import torch
 
 # Of the kernel's documentation of /proc/pid/pagemap: 8 bytes for each page, these bits of the last.
 _ENTRY = 8
 _FILE, _SWAPPED, _PRESENT = 1 << 5, 1 << 6, 1 << 7
+
+
+def page_faults() -> int:
+    """How often this process, in any thread, had to be given a page since it began."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
 
 
 def drop_private_pages(memory: mmap.mmap, start: int, part: torch.Tensor) -> None:

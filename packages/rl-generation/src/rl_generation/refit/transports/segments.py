@@ -9,11 +9,12 @@ import re
 import secrets
 import stat
 import weakref
+from collections.abc import Generator
 
 import torch
 
 from ...failures import RefitError, UnavailableBackendError
-from .pages import drop_private_pages
+from .pages import drop_private_pages, page_faults
 
 NAME = "rl-generation-refit"
 HEADER = mmap.ALLOCATIONGRANULARITY
@@ -96,8 +97,8 @@ class Segment:
 class SegmentView:
     """A segment, or one part of it, mapped into a reader's process without a copy.
 
-    The mapping is private: writing to it changes neither the segment nor what others read, nor what
-    :meth:`part` gives the next time. What the owner writes later shows through.
+    The mapping is private: what is written to it changes neither the segment nor what others read, nor what
+    the next :meth:`reading` gives. What the owner writes later shows through.
 
     Args:
         place: of the segment.
@@ -141,7 +142,7 @@ class SegmentView:
             )
 
     def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 as the owner sees them.
+        """``[nbytes]`` uint8 as the owner sees them; :meth:`reading` is the scope in which they are used.
 
         Args:
             offset: within the segment's buffer, a multiple of the page size.
@@ -152,10 +153,18 @@ class SegmentView:
         """
         start = offset - self._start
         _require_within(self.identity[0], self._nbytes, start, nbytes)
-        part = self._buffer[start : start + nbytes]
-        if self._memory is not None and nbytes:
-            drop_private_pages(self._memory, start, part)
-        return part
+        return self._buffer[start : start + nbytes]
+
+    @contextlib.contextmanager
+    def reading(self, part: torch.Tensor) -> Generator[None]:
+        """The scope in which a part may be read and, which concerns nobody else, written to."""
+        faults = page_faults()
+        try:
+            yield
+        finally:
+            # The first write to a page of a private mapping is a fault.
+            if self._memory is not None and part.numel() and page_faults() != faults:
+                drop_private_pages(self._memory, part.data_ptr() - self._buffer.data_ptr(), part)
 
 
 def _open(place: str, inode: int) -> int:

@@ -134,7 +134,8 @@ class SharedMemoryReceiver:
             raise RefitError(f"refit: {location!r} is no place in shared memory") from error
         view = self._view_of(place, inode, offset, bucket.nbytes)
         view.require_key(key)
-        return tensors_in(view.part(offset, bucket.nbytes), bucket)
+        part = view.part(offset, bucket.nbytes)
+        return _within(view, part, tensors_in(part, bucket))
 
     def close(self) -> None:
         """Unmap."""
@@ -148,3 +149,10 @@ class SharedMemoryReceiver:
         view = SegmentView(place, inode, offset, nbytes, whole_up_to=self._kept_bytes)
         self._view = view if view.whole else None
         return view
+
+
+def _within(
+    view: SegmentView, part: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with view.reading(part):
+        yield from tensors
