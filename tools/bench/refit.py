@@ -7,7 +7,10 @@ process of its own start from the same checkpoint; the policy's weights change b
 through shared memory. Prints JSON:
 
 * ``ratio``: seconds from the announcement to the acknowledgement, divided by those of copying as many
-  tensors of the same sizes in this process. Both are wall seconds, the best of the repeats, which take turns;
+  tensors of the same sizes in this process. Both are wall seconds, the best of the repeats, which take turns,
+  and both begin when the policy's weights have just changed, as after a step of training;
+* ``warm_ratio``: the same by the seconds of a copy that follows a refit at once, when neither the processor
+  nor its caches have done anything else meanwhile;
 * ``difference``: of the log-probabilities that the engine reports for what it samples after the last refit
   and those that the policy gives the same tokens, the largest absolute and the mean one;
 * ``difference_without``: the largest one before the last refit, to show that there was something to move.
@@ -64,6 +67,8 @@ class Result:
     median_refit_ms: float
     copy_ms: float
     median_copy_ms: float
+    warm_ratio: float
+    warm_copy_ms: float
     tokens: int
     difference: float
     mean_difference: float
@@ -156,20 +161,28 @@ def measure(policy: MegatronPolicy, engine: VllmEngine, case: Case, repeats: int
     copies = [torch.empty_like(tensor) for tensor in originals]
     refits: list[float] = []
     copyings: list[float] = []
+    warm: list[float] = []
     buckets, without = 0, math.nan
+
+    def copying() -> float:
+        start = time.perf_counter()
+        for copy, tensor in zip(copies, originals, strict=True):
+            copy.copy_(tensor)
+        return time.perf_counter() - start
+
     for version in range(1, repeats + 2):
-        change(policy, version)
+        change(policy, 2 * version)
+        copyings.append(copying())
+        change(policy, 2 * version + 1)
         if version > repeats:
             without = float(differences(policy, engine, case, version).max())
         start = time.perf_counter()
         buckets = asyncio.run(refit(source, engine, version))
-        middle = time.perf_counter()
-        for copy, tensor in zip(copies, originals, strict=True):
-            copy.copy_(tensor)
-        # The first of each touches memory that was never used.
-        if version > 1:
-            refits.append(middle - start)
-            copyings.append(time.perf_counter() - middle)
+        refits.append(time.perf_counter() - start)
+        warm.append(copying())
+    # The first of each touches memory that was never used.
+    for seconds in (refits, copyings, warm):
+        del seconds[0]
     off = differences(policy, engine, case, 0)
     return Result(
         parameters=policy.parameter_count,
@@ -180,6 +193,8 @@ def measure(policy: MegatronPolicy, engine: VllmEngine, case: Case, repeats: int
         median_refit_ms=_ms(sorted(refits)[len(refits) // 2]),
         copy_ms=_ms(min(copyings)),
         median_copy_ms=_ms(sorted(copyings)[len(copyings) // 2]),
+        warm_ratio=round(min(refits) / min(warm), 2),
+        warm_copy_ms=_ms(min(warm)),
         tokens=off.numel(),
         difference=float(f"{off.max():.2e}"),
         mean_difference=float(f"{off.mean():.2e}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -173,12 +174,12 @@ class EngineCore(EngineState):
         async with self._control:
             version = self._weights.require_arriving("finish_refit")
             try:
-                digests = await self._workers("rl_finish_refit")
-                await self._within(
-                    self._driver.drop_caches(), "dropping caches", self._settings.refit_timeout_s
-                )
-                await self._within(
-                    self._driver.note_version(version), "noting the version", self._settings.control_timeout_s
+                control_s, refit_s = self._settings.control_timeout_s, self._settings.refit_timeout_s
+                # At once: nothing is sampled before all have ended, or never if one fails.
+                digests, *_ = await asyncio.gather(
+                    self._workers("rl_finish_refit"),
+                    self._within(self._driver.drop_caches(), "dropping caches", refit_s),
+                    self._within(self._driver.note_version(version), "noting the version", control_s),
                 )
                 acknowledgement = self._weights.complete(digests)
             except BaseException as error:
