@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import threading
 
 import pytest
 
@@ -17,6 +19,7 @@ from rl_generation.failures import (
 )
 from rl_generation.fleet.settings import FleetSettings, RestartPolicy
 from rl_generation.fleet.states import ReplicaEvent
+from rl_generation.protocol import RefitSpec
 
 QUIET = FleetSettings(probe_interval_s=3600, restarts=RestartPolicy(jitter=0.0), refit_call_timeout_s=2.0)
 
@@ -186,9 +189,11 @@ def test_one_that_hangs_is_dead_after_the_steps_deadline(run, scripted, source, 
             if step == "abort_refit":
                 fleet.replicas[0].faults["finish_refit"] = [RefitError("r0: layer.2.weight never came")]
             fleet.replicas[0].hangs.add(step)
-            began = loop.time()
-            assert await fleet.core.refit(source(), 1) == ["r1"]
-            assert loop.time() - began == pytest.approx(2.0, abs=0.5)
+            began, weights = loop.time(), source()
+            assert await fleet.core.refit(weights, 1) == ["r1"]
+            # A bucket may wait behind another one of its window.
+            calls = weights.window if step == "load_bucket" else 1
+            assert loop.time() - began == pytest.approx(2.0 * calls, abs=0.5)
             assert fleet.states == ["dead", "healthy"]
 
     run(scene())
@@ -254,6 +259,52 @@ def test_a_source_that_breaks_leaves_known_states(
             assert {a.weight_version for a in await fleet.core.generate(make_requests(2))} == {1}
 
     run(scene())
+
+
+def test_a_refit_that_its_source_refused_leaves_the_other_one_alone(run, scripted, source) -> None:
+    """Whoever did not begin has nothing to end: the source serves another fleet's refit meanwhile."""
+
+    async def scene() -> None:
+        async with scripted(1) as fleet:
+            weights = source()
+
+            def refuse(transport: str) -> RefitSpec:
+                raise RefitError("policy: begin was called during a refit; call end first")
+
+            weights.begin = refuse
+            with pytest.raises(RefitError, match="call end first"):
+                await fleet.core.refit(weights, 1)
+            assert weights.log == []
+
+    run(scene())
+
+
+def test_a_source_that_begins_when_nobody_waits_any_more_is_ended(scripted, source) -> None:
+    release, begun = threading.Event(), threading.Event()
+    settings = dataclasses.replace(QUIET, source_timeout_s=0.1)
+
+    async def scene() -> None:
+        async with scripted(1, settings) as fleet:
+            weights = source()
+            original, end = weights.begin, weights.end
+
+            def begin(transport: str) -> RefitSpec:
+                release.wait(10)
+                return original(transport)
+
+            def ended() -> None:
+                end()
+                begun.set()
+
+            weights.begin, weights.end = begin, ended
+            with pytest.raises(GenerationError, match="begin of the source"):
+                await fleet.core.refit(weights, 1)
+            assert weights.log == []
+            release.set()
+            assert await asyncio.to_thread(begun.wait, 10)
+            assert weights.log == ["begin shared_memory", "end"]
+
+    asyncio.run(scene())
 
 
 def test_a_silent_source_has_a_deadline(scripted, source) -> None:

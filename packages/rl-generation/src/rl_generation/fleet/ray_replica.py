@@ -90,7 +90,7 @@ class RayReplica:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""
-        await self._call("load_bucket", self._settings.refit_timeout_s, bucket)
+        await self._call("load_bucket", bucket.window * self._settings.refit_timeout_s, bucket)
 
     async def finish_refit(self) -> RefitAck:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class FleetRefit:
         self._may_believe_in_it: set[Member] = set()
         self._loaded: dict[Member, int] = dict.fromkeys(members, 0)
         self._moving = False
+        self._closed = self._source_begun = False
+        self._closing = threading.Lock()
         self.refitted: list[Member] = []
 
     async def run(self) -> None:
@@ -61,7 +64,7 @@ class FleetRefit:
             GenerationError: the source failed or was silent.
         """
         try:
-            spec = await self._from_source("begin", lambda: self._source.begin(self._settings.transport))
+            spec = await self._from_source("begin", self._begin_source)
             await self._begin(spec)
             async with LoadingWindow() as window:
                 while (bucket := await self._next_bucket()) is not None:
@@ -70,6 +73,15 @@ class FleetRefit:
         finally:
             # However it ended; also when the caller gave up.
             await asyncio.shield(self._close())
+
+    def _begin_source(self) -> RefitSpec:
+        spec = self._source.begin(self._settings.transport)
+        with self._closing:
+            late, self._source_begun = self._closed, not self._closed
+        if late:
+            # Nobody waits for it any more.
+            self._source.end()
+        return spec
 
     async def _begin(self, spec: RefitSpec) -> None:
         async def begin(member: Member) -> None:
@@ -85,7 +97,9 @@ class FleetRefit:
 
     async def _load(self, bucket: Bucket) -> None:
         self._mark_moving()
-        for member in await self._step("load_bucket", lambda m: m.replica.load_bucket(bucket)):
+        # It may wait at the engine behind those of its window.
+        timeout_s = bucket.window * self._settings.refit_call_timeout_s
+        for member in await self._step("load_bucket", lambda m: m.replica.load_bucket(bucket), timeout_s):
             self._loaded[member] += 1
 
     async def _finish(self, spec: RefitSpec) -> None:
@@ -107,10 +121,12 @@ class FleetRefit:
         for member in self.refitted:
             member.report(ReplicaEvent.REFITTED)
 
-    async def _step(self, what: str, work: Callable[[Member], Coroutine[Any, Any, None]]) -> list[Member]:
+    async def _step(
+        self, what: str, work: Callable[[Member], Coroutine[Any, Any, None]], timeout_s: float | None = None
+    ) -> list[Member]:
         """One step of every replica that still takes part; those that completed it."""
         members = self._taking_part
-        timeout_s = self._settings.refit_call_timeout_s
+        timeout_s = timeout_s or self._settings.refit_call_timeout_s
         outcomes = await asyncio.gather(
             *(member.call(work(member), what, timeout_s) for member in members), return_exceptions=True
         )
@@ -155,6 +171,11 @@ class FleetRefit:
         cut_short = RefitError(f"fleet: the refit to version {self._version} was not completed")
         left = {**self._failed, **dict.fromkeys(self._taking_part, cut_short)}
         await asyncio.gather(*(self._settle(m, error) for m, error in left.items()))
+        with self._closing:
+            self._closed = True
+        if not self._source_begun:
+            # It is not ours to end: another refit may be what it refused to begin for.
+            return
         try:
             await self._from_source("end", self._source.end)
         except GenerationError as error:

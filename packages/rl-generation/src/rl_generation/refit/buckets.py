@@ -155,6 +155,7 @@ class BucketFiller:
             end = start + size
         return Filled(tuple(places), end) if places else None
 
+    @torch.no_grad()
     def next_size(self) -> int | None:
         """Bytes of the tensor that comes next, ``None`` when the stream has ended.
 

@@ -84,11 +84,11 @@ class TensorSource:
         except BaseException:
             sender.close()
             raise
-        self._running = running
         if sender.slots > 1:
             running.packer = Packer(
                 sender, running.filler, lambda work: self._guarded(running, work), self._name
             )
+        self._running = running
         return spec
 
     def next_bucket(self) -> Bucket | None:

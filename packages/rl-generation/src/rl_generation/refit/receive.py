@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 
 import torch
 
@@ -23,12 +24,24 @@ class BucketReader:
         self._settings = settings or TransportSettings()
         self._receivers: dict[TransportName, Receiver] = {}
 
+    @contextlib.contextmanager
+    def reading(self, bucket: Bucket) -> Generator[Iterator[tuple[str, torch.Tensor]]]:
+        """The scope in which the tensors of one bucket, see :meth:`tensors`, are valid.
+
+        Raises:
+            GenerationError: as :meth:`tensors`.
+        """
+        tensors = self.tensors(bucket)
+        try:
+            yield tensors
+        finally:
+            self._receivers[bucket.transport].done()
+
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of one bucket, without a copy where the transport can.
 
-        What can go wrong does so in the call itself, before the first tensor is given. Load each as it
-        comes and take all of them: they are valid until the last was taken. They may be read-only; whoever
-        keeps one copies it.
+        What can go wrong does so in the call itself, before the first tensor is given. They are valid until
+        :meth:`reading` ends, or the next bucket is opened. They may be read-only; keep a copy, not a tensor.
 
         Raises:
             RefitError: the bytes cannot be reached, or are not what the bucket says.

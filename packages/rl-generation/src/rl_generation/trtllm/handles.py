@@ -56,11 +56,9 @@ class BucketOnDevice:
     def _open(self, device: torch.device) -> dict[str, torch.Tensor]:
         reader = BucketReader(self._settings)
         try:
-            # Copies, because the engine keeps all of them until it has loaded the last one.
-            opened = {
-                name: tensor.to(device, copy=True, non_blocking=False)
-                for name, tensor in reader.tensors(self._bucket)
-            }
+            with reader.reading(self._bucket) as tensors:
+                # Copies, because the engine keeps all of them until it has loaded the last one.
+                opened = {name: tensor.to(device, copy=True, non_blocking=False) for name, tensor in tensors}
         finally:
             reader.close()
         return opened

@@ -56,6 +56,7 @@ class WeightLoader:
         self._progress = RefitProgress(component, version)
         self._unfit = version is None
         self._awaited: set[str] = set()
+        self._loading = asyncio.Lock()
 
     @property
     def version(self) -> int | None:
@@ -102,8 +103,10 @@ class WeightLoader:
             EngineDeadError: a worker is gone.
         """
         handles = handles_of(bucket, self._transport)
-        with self._progress.taking(bucket):
-            await self._update("load a bucket", dict.fromkeys(self._devices, handles))
+        # One after another: nobody says that the engine takes two at once.
+        async with self._loading:
+            with self._progress.taking(bucket):
+                await self._update("load a bucket", dict.fromkeys(self._devices, handles))
         self._awaited -= {place.name for place in bucket.tensors}
 
     async def finish(self) -> RefitAck:

@@ -166,7 +166,7 @@ class EngineCore(EngineState):
                 scope.enter_context(self._weights.taking(bucket))
             # Workers take one call after another: the next bucket waits there and not here.
             async with self._within_reach(bucket) as near:
-                await self._workers("rl_load_bucket", bucket_to_json(near))
+                await self._workers("rl_load_bucket", bucket_to_json(near), calls=bucket.window)
 
     async def finish_refit(self) -> RefitAck:
         """See :class:`~rl_generation.refit.contract.RefitTarget`."""

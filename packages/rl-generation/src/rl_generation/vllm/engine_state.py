@@ -113,14 +113,15 @@ class EngineState:
         with contextlib.suppress(GenerationError):
             await self._release()
 
-    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+    async def _workers(self, method: str, *arguments: Any, calls: int = 1) -> list[Any]:
+        """Call every worker, behind as many calls as ``calls`` says with this one."""
         what = method.removeprefix("rl_").replace("_", " ")
-        return await self._refitting(self._driver.call_workers(method, *arguments), what)
+        return await self._refitting(self._driver.call_workers(method, *arguments), what, calls)
 
-    async def _refitting(self, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def _refitting(self, work: Coroutine[Any, Any, T], what: str, calls: int = 1) -> T:
         """One step of a refit: whatever goes wrong is of the refit, except for a death."""
         try:
-            return await self._within(work, what, self._settings.refit_timeout_s)
+            return await self._within(work, what, calls * self._settings.refit_timeout_s)
         except GenerationError as error:
             if isinstance(error, EngineDeadError):
                 raise

@@ -55,8 +55,8 @@ class TakesWeights:
             RefitError: outside a refit, or a tensor is not as announced.
         """
         received = bucket_from_json(bucket)
-        with self._rl_account().taking(received):
-            self._rl_way().load(self._rl_reader.tensors(received))
+        with self._rl_account().taking(received), self._rl_reader.reading(received) as tensors:
+            self._rl_way().load(tensors)
 
     def rl_finish_refit(self) -> str:
         """Make the model usable; the digest of what it was given.

@@ -58,10 +58,10 @@ class RelayedBucket:
 
     def _copy(self) -> Bucket:
         bucket, sender = self._bucket, self._sender
-        received = self._reader.tensors(bucket)
-        sender.open(Capacity(bucket.nbytes))
-        buffer = sender.buffer(bucket.nbytes)
-        places = {place.name: place for place in bucket.tensors}
-        for name, tensor in received:
-            view(buffer, places[name]).copy_(tensor)
+        with self._reader.reading(bucket) as received:
+            sender.open(Capacity(bucket.nbytes))
+            buffer = sender.buffer(bucket.nbytes)
+            places = {place.name: place for place in bucket.tensors}
+            for name, tensor in received:
+                view(buffer, places[name]).copy_(tensor)
         return sender.publish(Filled(bucket.tensors, bucket.nbytes))

@@ -175,6 +175,10 @@ class LayerwiseReload(InPlace):
         super().__init__(model)
         self._model_config = model_config
 
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give copies: vLLM keeps them until the whole layer has come, and buckets do not last so long."""
+        super().load((name, tensor.clone()) for name, tensor in weights)
+
     def begin(self) -> None:
         """Set the layers aside."""
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -186,7 +187,14 @@ class MegatronPolicyGroup:
         self._refitting, before = True, self._refitting
         if before:
             raise RuntimeStateError("policy: begin was called during a refit; call end first")
-        return self._call("begin", transport)
+        try:
+            return self._call("begin", transport)
+        except BaseException:
+            # Whoever is refused has nothing to end.
+            with contextlib.suppress(Exception):
+                self.end()
+            self._refitting = False
+            raise
 
     def next_bucket(self) -> Any:
         """The next part of the refit; ``None`` after the last."""

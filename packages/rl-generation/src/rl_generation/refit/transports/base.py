@@ -69,12 +69,16 @@ class Receiver(Protocol):
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, without a copy where the transport can; opened and checked by the call itself.
 
-        They are valid until the last of them was taken; whoever keeps one copies it.
+        They are valid until :meth:`done`; whoever keeps one copies it.
 
         Raises:
             RefitError: the bytes cannot be reached, or are not what the bucket says.
             UnavailableBackendError: what the transport needs is missing here.
         """
+        ...
+
+    def done(self) -> None:
+        """Say that the tensors of the last bucket are not used any more; idempotent, also after a failure."""
         ...
 
     def close(self) -> None:

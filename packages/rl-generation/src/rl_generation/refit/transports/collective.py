@@ -187,6 +187,9 @@ class CollectiveReceiver:
         _broadcast(self._group, buffer, self._settings, f"the policy at {host}:{port}")
         return tensors_in(buffer, bucket)
 
+    def done(self) -> None:
+        """Nothing is left to do."""
+
     def close(self) -> None:
         """Leave the group; idempotent."""
         group, self._group, self._address = self._group, None, None

@@ -98,10 +98,10 @@ class CudaIpcReceiver:
     """See :class:`~rl_generation.refit.transports.base.Receiver`."""
 
     def __init__(self, settings: TransportSettings) -> None:
-        pass
+        self._device: int | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the policy's device memory; all work on them is done when the last was taken.
+        """Views of the policy's device memory.
 
         Raises:
             UnavailableBackendError: there is no CUDA device.
@@ -114,17 +114,17 @@ class CudaIpcReceiver:
         device, handle = locate(bucket.location, uuids)
         storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
         buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
-        return _then_wait(tensors_in(buffer, bucket), device)
+        self._device = device
+        return tensors_in(buffer, bucket)
+
+    def done(self) -> None:
+        """Wait for all work on them."""
+        device, self._device = self._device, None
+        if device is not None:
+            torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _then_wait(
-    tensors: Iterator[tuple[str, torch.Tensor]], device: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from tensors
-    torch.cuda.synchronize(device)
 
 
 def describe(gpu: str, shared: Sequence[Any]) -> dict[str, Any]:

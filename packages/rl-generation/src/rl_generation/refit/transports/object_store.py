@@ -95,6 +95,9 @@ class ObjectStoreReceiver:
             ) from error
         return tensors_in(_as_tensor(received), bucket)
 
+    def done(self) -> None:
+        """Nothing is left to do."""
+
     def close(self) -> None:
         """Nothing is held."""
 

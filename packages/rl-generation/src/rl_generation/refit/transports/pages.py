@@ -14,7 +14,7 @@ _FILE, _SWAPPED, _PRESENT = 1 << 5, 1 << 6, 1 << 7
 
 
 def page_faults() -> int:
-    """How often this process, in any thread, had to be given a page since it began."""
+    """How often this process, in any thread, had to be given a page since it began; 0 if nobody counts."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt + used.ru_majflt
 
@@ -48,6 +48,6 @@ def _may_be_private(address: int, nbytes: int) -> bool:
         return True
     finally:
         os.close(descriptor)
-    bits = torch.frombuffer(entries, dtype=torch.uint8)[_ENTRY - 1 :: _ENTRY]
-    own = ((bits & _PRESENT) != 0) & ((bits & _FILE) == 0)
-    return bool((own | ((bits & _SWAPPED) != 0)).any())
+    # Without torch: this may run while the interpreter ends.
+    kinds = set(entries[_ENTRY - 1 :: _ENTRY])
+    return any(kind & _SWAPPED or (kind & _PRESENT and not kind & _FILE) for kind in kinds)

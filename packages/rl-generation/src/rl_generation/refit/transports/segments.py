@@ -9,7 +9,6 @@ import re
 import secrets
 import stat
 import weakref
-from collections.abc import Generator
 
 import torch
 
@@ -58,7 +57,13 @@ class Segment:
                 "object_store"
             )
         self.nbytes = nbytes
-        descriptor = create(NAME, os.MFD_CLOEXEC)
+        try:
+            descriptor = create(NAME, os.MFD_CLOEXEC)
+        except OSError as error:
+            raise RefitError(
+                f"refit: this process may not make shared memory: {error.strerror}; allow memfd_create, or "
+                "choose the transport object_store"
+            ) from error
         self._end = weakref.finalize(self, os.close, descriptor)
         try:
             os.fchmod(descriptor, 0o600)
@@ -97,8 +102,8 @@ class Segment:
 class SegmentView:
     """A segment, or one part of it, mapped into a reader's process without a copy.
 
-    The mapping is private: what is written to it changes neither the segment nor what others read, nor what
-    the next :meth:`reading` gives. What the owner writes later shows through.
+    The mapping is private: what is written to a part changes neither the segment nor what others read, nor
+    what the next part shows. What the owner writes later shows through.
 
     Args:
         place: of the segment.
@@ -128,6 +133,8 @@ class SegmentView:
         finally:
             os.close(descriptor)
         empty = torch.empty(0, dtype=torch.uint8)
+        self._given: tuple[int, torch.Tensor] | None = None
+        self._faults = 0
         self._buffer = empty if self._memory is None else torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def require_key(self, key: str) -> None:
@@ -142,7 +149,7 @@ class SegmentView:
             )
 
     def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 as the owner sees them; :meth:`reading` is the scope in which they are used.
+        """``[nbytes]`` uint8 as the owner sees them, until :meth:`settle` or the next part.
 
         Args:
             offset: within the segment's buffer, a multiple of the page size.
@@ -153,18 +160,20 @@ class SegmentView:
         """
         start = offset - self._start
         _require_within(self.identity[0], self._nbytes, start, nbytes)
-        return self._buffer[start : start + nbytes]
+        self.settle()
+        part = self._buffer[start : start + nbytes]
+        self._given, self._faults = (start, part), page_faults()
+        return part
 
-    @contextlib.contextmanager
-    def reading(self, part: torch.Tensor) -> Generator[None]:
-        """The scope in which a part may be read and, which concerns nobody else, written to."""
+    def settle(self) -> None:
+        """Forget what was written to the part that was given last; it is not used any more. Idempotent."""
+        given, self._given = self._given, None
+        if given is None or self._memory is None or not given[1].numel():
+            return
+        # The first write to a page of a private mapping is a fault.
         faults = page_faults()
-        try:
-            yield
-        finally:
-            # The first write to a page of a private mapping is a fault.
-            if self._memory is not None and part.numel() and page_faults() != faults:
-                drop_private_pages(self._memory, part.data_ptr() - self._buffer.data_ptr(), part)
+        if faults != self._faults or not faults:
+            drop_private_pages(self._memory, *given)
 
 
 def _open(place: str, inode: int) -> int:

@@ -118,6 +118,7 @@ class SharedMemoryReceiver:
     def __init__(self, settings: TransportSettings) -> None:
         self._kept_bytes = settings.kept_bytes
         self._view: SegmentView | None = None
+        self._reading: SegmentView | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the policy's own bytes.
@@ -134,25 +135,24 @@ class SharedMemoryReceiver:
             raise RefitError(f"refit: {location!r} is no place in shared memory") from error
         view = self._view_of(place, inode, offset, bucket.nbytes)
         view.require_key(key)
-        part = view.part(offset, bucket.nbytes)
-        return _within(view, part, tensors_in(part, bucket))
+        self._reading = view
+        return tensors_in(view.part(offset, bucket.nbytes), bucket)
+
+    def done(self) -> None:
+        """Forget what was written to them."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.settle()
 
     def close(self) -> None:
         """Unmap."""
-        self._view = None
+        self._view = self._reading = None
 
     def _view_of(self, place: str, inode: int, offset: int, nbytes: int) -> SegmentView:
         if self._view is not None and self._view.identity == (place, inode):
             return self._view
         # Before the next one is mapped: it may be the last to hold the memory of one that was given back.
-        self._view = None
+        self._view = self._reading = None
         view = SegmentView(place, inode, offset, nbytes, whole_up_to=self._kept_bytes)
         self._view = view if view.whole else None
         return view
-
-
-def _within(
-    view: SegmentView, part: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    with view.reading(part):
-        yield from tensors
