@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,3 +243,23 @@ def test_a_process_of_another_machine_or_of_another_birth_is_left_alone() -> Non
     other = ProcessPlace(this_machine(), os.getpid(), 1)
     assert (other.here, other.died, other.left()) == (True, True, [])
     assert end_all([mine, other], 1.0) == []
+
+
+def test_a_refit_that_cannot_begin_is_ended_and_bars_nothing() -> None:
+    """Without ranks: what the driver's side asks of them."""
+    group = object.__new__(MegatronPolicyGroup)
+    asked: list[str] = []
+
+    def call(method: str, *arguments: object) -> None:
+        asked.append(method)
+        if method == "begin":
+            raise RankError("rank 0: begin: no room")
+
+    group.__dict__.update(
+        _has_source=True, _refitting=False, _ranks=SimpleNamespace(running=True), _call=call
+    )
+    for _ in range(2):
+        with pytest.raises(RankError, match="no room"):
+            group.begin("shared_memory")
+    assert asked == ["begin", "end"] * 2
+    assert not group._refitting
