@@ -21,6 +21,7 @@ try:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -56,6 +57,7 @@ __all__ = [
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
+    "RotaryEmbedding",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from .tensor_files import TensorDirectory
 from .vocabulary import VocabularyShard
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SET_BY_MEGATRON = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 class PolicyModel(GPTModel):
@@ -70,7 +74,7 @@ def build_model(
     layers = range(stage.rank * per_stage, (stage.rank + 1) * per_stage)
     # megatron declares a spec of one layer here, and takes that of a whole block as well.
     decoder: Any = block_spec(shape, layers)
-    with quiet_megatron(), cpu_adapter.device_scope():
+    with quiet_megatron(), cpu_adapter.device_scope(), _environment_kept():
         model = PolicyModel(
             config=_transformer_config(shape, dtype, recompute, placement),
             transformer_layer_spec=decoder,
@@ -184,6 +188,20 @@ def _experts_config(shape: ModelShape) -> dict[str, Any]:
         # One expert after the other: grouped multiplication needs CUDA kernels.
         "moe_grouped_gemm": False,
     }
+
+
+@contextmanager
+def _environment_kept() -> Generator[None]:
+    """megatron sets variables for Transformer Engine, which every process started later would inherit."""
+    before = {name: os.environ.get(name) for name in _SET_BY_MEGATRON}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _leave_as_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import cpu_adapter
 from .layout import ParallelLayout
-from .mcore import parallel_state, random_states
+from .mcore import RotaryEmbedding, parallel_state, random_states
 from .placement import Placement
 from .quiet import quiet_megatron
 
@@ -81,7 +81,12 @@ def release() -> None:
 def _initialize_process_group() -> None:
     # An in-process store: one process has nobody to meet, so no rendezvous port is opened.
     backend = "gloo" if cpu_adapter.active() else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    finally:
+        # Torch puts its rank before each line of every later trace, and never takes that back.
+        sys.excepthook = hook
 
 
 def _initialize_parallel_groups(layout: ParallelLayout) -> None:
@@ -107,6 +112,8 @@ def _take_down() -> None:
     if _made_parallel_groups:
         groups = set(_parallel_groups())
         parallel_state.destroy_model_parallel()
+        # It keeps the tables of 32 models, and with each a group whose threads wake a hundred times a second.
+        getattr(RotaryEmbedding.forward, "cache_clear", _nothing)()
         # megatron forgets its groups without ending them, and with them their sockets and threads.
         for group in groups:
             if dist.is_initialized() and group is not dist.group.WORLD:
@@ -116,6 +123,10 @@ def _take_down() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         _made_process_group = False
+
+
+def _nothing() -> None:
+    """For versions of megatron without that cache."""
 
 
 def _parallel_groups() -> list[dist.ProcessGroup]:
