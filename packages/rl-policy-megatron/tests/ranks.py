@@ -44,7 +44,7 @@ class Ranks:
         """Process numbers by rank; empty before the first call."""
         return [process.pid for process in self._processes]
 
-    def call(self, function: str, *, seconds: float = 60.0, **arguments: Any) -> list[Any]:
+    def call(self, function: str, *, seconds: float = 180.0, **arguments: Any) -> list[Any]:
         """``function`` is ``"test file without .py:function"``; called on all ranks at once.
 
         The function gets ``arguments`` by name and may return anything made of plain values and CPU

@@ -95,7 +95,7 @@ def test_neither_success_nor_a_refusal_nor_a_failing_rank_makes_ray_talk(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=280,
         env={**os.environ, **loopback, "RL_ACTOR_ENVS_SYSTEM": "1", "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -231,7 +231,7 @@ def test_all_ranks_learn_of_a_broken_contract(
         directory=str(model_of("llama")[0]),
         rows=rows,
         layout=layout,
-        seconds=100.0,
+        seconds=240.0,
     )
     assert [answer["right"] for answer in answers] == [(("nothing", ""), ("nothing", ""))] * 2
     first, second = answers
