@@ -13,6 +13,7 @@ import torch
 from . import cpu_adapter, runtime
 from .adapters import Adapters, own_weights
 from .agreement import agreed
+from .disposal import forget_groups
 from .errors import RuntimeStateError
 from .hf_config import read_model_shape
 from .mapping import WeightMap
@@ -172,6 +173,9 @@ class PolicyParts:
     def release(self) -> None:
         """Let go of memory and of what was set up for the process; the parts are gone afterwards."""
         # Whoever still holds this, as a stream of weights does, must not hold the groups and their sockets.
+        forget_groups(self.wrapped)
+        if self._reference is not None:
+            forget_groups(self._reference)
         self.__dict__.clear()
         if torch.cuda.is_available():
             # Gradient hooks and parameters refer to each other: only the collector frees them now.
