@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -260,3 +261,18 @@ def ray_cluster() -> Iterator[None]:
         yield
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def running(group: Any) -> list[int]:
+    """Numbers of a group's processes that still run."""
+    return [pid for pid in group.pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster: None) -> Iterator[list[Any]]:
+    """Groups that are shut down when the tests of a file are over; none of their processes may run then."""
+    made: list[Any] = []
+    yield made
+    for group in made:
+        group.shutdown()
+        assert running(group) == []

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from rl_policy_megatron import OptimizerSettings, ParallelLayout, PolicySettings
 from rl_policy_megatron.errors import RankError, RuntimeStateError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, RankSettings
+
+from .conftest import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -78,9 +79,10 @@ class Source:
 
 
 @pytest.fixture(scope="module")
-def start(ray_cluster: None, model_of: Callable[..., Any]) -> Iterator[Callable[..., MegatronPolicyGroup]]:
+def start(
+    groups: list[MegatronPolicyGroup], model_of: Callable[..., Any]
+) -> Callable[..., MegatronPolicyGroup]:
     """``start(world, model, tensor)`` → a group; no process of it may run when the tests are over."""
-    made: list[MegatronPolicyGroup] = []
 
     def make(world: int = 2, directory: Path | None = None, tensor: int = 1) -> MegatronPolicyGroup:
         ranks = RankSettings(
@@ -91,23 +93,16 @@ def start(ray_cluster: None, model_of: Callable[..., Any]) -> Iterator[Callable[
             threads=1,
             weight_source=Source,
         )
-        made.append(MegatronPolicyGroup(ranks, LIMITS))
-        return made[-1]
+        groups.append(MegatronPolicyGroup(ranks, LIMITS))
+        return groups[-1]
 
-    yield make
-    for group in made:
-        group.shutdown()
-        assert running(group) == []
+    return make
 
 
 @pytest.fixture(scope="module")
 def pair(start: Callable[..., MegatronPolicyGroup]) -> MegatronPolicyGroup:
     """Two ranks that share the tests of this file; the last of them kills one."""
     return start()
-
-
-def running(group: MegatronPolicyGroup) -> list[int]:
-    return [pid for pid in group.pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
 def weights(group: MegatronPolicyGroup) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -28,6 +27,8 @@ from rl_policy_megatron import (
 )
 from rl_policy_megatron.errors import RankError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, RankSettings
+
+from .conftest import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -87,19 +88,16 @@ def breaking_loads(logits: Any, batch: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def start(ray_cluster: None, model_of: Callable[..., Any]) -> Iterator[Callable[..., MegatronPolicyGroup]]:
-    made: list[MegatronPolicyGroup] = []
-
+def start(
+    groups: list[MegatronPolicyGroup], model_of: Callable[..., Any]
+) -> Callable[..., MegatronPolicyGroup]:
     def make(**limits: Any) -> MegatronPolicyGroup:
         ranks = RankSettings(str(model_of("qwen3-tied")[0]), SETTINGS, SMOOTH, world=2, threads=1)
         given = {"start_timeout_s": 120.0, "call_timeout_s": 60.0, "shutdown_timeout_s": 10.0, **limits}
-        made.append(MegatronPolicyGroup(ranks, GroupSettings(num_cpus=0.5, **given)))
-        return made[-1]
+        groups.append(MegatronPolicyGroup(ranks, GroupSettings(num_cpus=0.5, **given)))
+        return groups[-1]
 
-    yield make
-    for group in made:
-        group.shutdown()
-        assert running(group) == []
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +111,6 @@ def alone(pair: MegatronPolicyGroup, model_of: Callable[..., Any]) -> Iterator[M
     """What the pair is compared with: never asked for anything wrong but what it refuses as well."""
     with MegatronPolicy(model_of("qwen3-tied")[0], SETTINGS, SMOOTH) as policy:
         yield policy
-
-
-def running(group: MegatronPolicyGroup) -> list[int]:
-    return [pid for pid in group.pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
