@@ -103,6 +103,7 @@ class Packer:
         if size is None:
             return None
         with self._changed:
+            # Engines take as long as their own deadlines let them; whoever gives up calls stop().
             self._changed.wait_for(lambda: self._stopped or self._sender.room(size))
             if self._stopped:
                 return None
