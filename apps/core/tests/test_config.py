@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rl_app_core.config import ConfigError, load_config, to_yaml
+from rl_app_core.config import ConfigError, GRPOConfig, load_config, to_yaml
 from rl_app_core.config.errors import closest_path
 from rl_app_core.config.loading import known_paths
 from rl_app_core.config.reference import reference
@@ -14,7 +14,7 @@ SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
 
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [*SMALLEST, *words])
+        load_config(None, [*SMALLEST, *words], model=GRPOConfig)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -23,18 +23,22 @@ def refused(*words: str) -> str:
 def test_overrides_are_read_as_yaml_and_win_over_the_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("seed: 3\nmodel: {tiny: {layers: 4}}\ndata: {train: {dataset_name: x}}\n")
-    config = load_config(recipe, ["seed=7", "algorithm.learning_rate=1e-3", "model.tiny.heads=4"])
+    config = load_config(
+        recipe, ["seed=7", "algorithm.learning_rate=1e-3", "model.tiny.heads=4"], model=GRPOConfig
+    )
     assert (config.seed, config.model.tiny.layers, config.model.tiny.heads) == (7, 4, 4)
     assert config.algorithm.learning_rate == 1e-3
 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
     config = load_config(
-        None, [*SMALLEST, "warm_start.steps=2", "warm_start.phases=[{until_step: 2, share: 0.5}]"]
+        None,
+        [*SMALLEST, "warm_start.steps=2", "warm_start.phases=[{until_step: 2, share: 0.5}]"],
+        model=GRPOConfig,
     )
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
-    assert load_config(path) == config
+    assert load_config(path, model=GRPOConfig) == config
     assert yaml.safe_load(path.read_text())["algorithm"]["clip_high"] == 0.28
 
 
@@ -225,27 +229,27 @@ def test_a_value_that_cannot_be_meant_names_key_and_remedy(words, told):
 )
 def test_settings_that_go_together_are_accepted(words):
     """Nobody minds the settings of an engine that the run does not use: one key changes engines."""
-    load_config(None, [*SMALLEST, *words])
+    load_config(None, [*SMALLEST, *words], model=GRPOConfig)
 
 
 def test_a_missing_or_broken_recipe_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        load_config(tmp_path / "none.yaml")
+        load_config(tmp_path / "none.yaml", model=GRPOConfig)
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1\nb: 2")
     with pytest.raises(ConfigError, match="is not YAML") as caught:
-        load_config(broken)
+        load_config(broken, model=GRPOConfig)
     assert "\n" not in str(caught.value)
     broken.write_text("seed: 1\nalgorithm: {steps: 3}\nalgorithm: {group_size: 5}\n")
     with pytest.raises(ConfigError, match="'algorithm' is given twice"):
-        load_config(broken)
+        load_config(broken, model=GRPOConfig)
     broken.write_text("- a\n- b\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
-        load_config(broken)
+        load_config(broken, model=GRPOConfig)
 
 
 def test_sections_are_frozen():
-    config = load_config(None, SMALLEST)
+    config = load_config(None, SMALLEST, model=GRPOConfig)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 1
 

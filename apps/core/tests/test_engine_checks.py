@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_app_core import engine_checks, engine_plan
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.config.loading import known_paths
 from rl_app_core.engine_plan import check_engine
 from rl_generation.trtllm.settings import OWN_ARGUMENTS as TRTLLM_ARGUMENTS
@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*words: str) -> None:
-    check_engine(load_config(None, [*SMALLEST, *words]))
+    check_engine(load_config(None, [*SMALLEST, *words], model=GRPOConfig))
 
 
 def refused(*words: str) -> str:
@@ -159,4 +159,4 @@ def test_the_default_cache_is_refused_too_where_a_models_context_is_long(tmp_pat
 
 
 def test_a_parser_is_looked_up_for_vllm_only() -> None:
-    engine_checks.check_names(load_config(None, [*SMALLEST, "generation.engine=megatron"]))
+    engine_checks.check_names(load_config(None, [*SMALLEST, "generation.engine=megatron"], model=GRPOConfig))

@@ -10,7 +10,7 @@ import pytest
 
 from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 from rl_app_core import engine_plan
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.engine_plan import check_engine, plan_engines
 
 SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
@@ -26,7 +26,7 @@ def installed(monkeypatch):
 
 
 def config(*words):
-    return load_config(None, [*SMALLEST, *words])
+    return load_config(None, [*SMALLEST, *words], model=GRPOConfig)
 
 
 def plan(*words):

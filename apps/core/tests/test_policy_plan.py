@@ -10,7 +10,7 @@ import pytest
 
 from rl_actor_envs.table import ACTOR_ENVIRONMENTS
 from rl_app_core import preflight
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.config.policy import Peft
 from rl_app_core.policy_plan import (
     check_adapters,
@@ -29,7 +29,7 @@ APART = "generation.engine=vllm"
 
 
 def config(*words):
-    return load_config(None, [*SMALLEST, *words])
+    return load_config(None, [*SMALLEST, *words], model=GRPOConfig)
 
 
 def test_the_defaults_are_one_process_and_what_the_policy_itself_defaults_to():
@@ -120,7 +120,7 @@ def test_adapters_for_experts_are_refused_before_anything_starts_and_those_of_at
 
     def adapted(peft):
         words = [f"model.path={tmp_path}", "data.train.dataset_name=x", f"policy.peft={peft}"]
-        return load_config(None, words)
+        return load_config(None, words, model=GRPOConfig)
 
     for wrong in ("{}", "{targets: [q_proj, up_proj]}"):
         with pytest.raises(
@@ -144,7 +144,7 @@ def test_adapters_on_random_weights_are_warned_of_with_what_to_do():
         assert part in warning
     assert policy_warnings(config()) == ()
     words = ["model.path=somewhere", "data.train.dataset_name=x", "policy.peft={}"]
-    assert policy_warnings(load_config(None, words)) == ()
+    assert policy_warnings(load_config(None, words, model=GRPOConfig)) == ()
 
 
 def test_the_policys_actors_have_environments():

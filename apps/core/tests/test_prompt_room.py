@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.problems import load_problems
 from rl_app_core.prompt_room import check_prompts
 
@@ -17,7 +17,7 @@ SMALLEST = [
 
 
 def check(*words: str) -> None:
-    config = load_config(None, [*SMALLEST, *words])
+    config = load_config(None, [*SMALLEST, *words], model=GRPOConfig)
     check_prompts(config, load_problems(config.data, config.environment.name), 1024)
 
 

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.loggers import JsonlLogger, Loggers, TensorBoardLogger
 from rl_app_core.run_directory import RunDirectory, Summary, append_record, write_file
 
-CONFIG = load_config(None, ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"])
+CONFIG = load_config(None, ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"], model=GRPOConfig)
 
 
 def test_a_run_directory_holds_the_resolved_configuration(tmp_path):
     RunDirectory.create(tmp_path / "run", CONFIG, "grpo")
-    directory, config = RunDirectory.open(tmp_path / "run")
+    directory, config = RunDirectory.open(tmp_path / "run", GRPOConfig)
     assert config == CONFIG
     assert directory.logs.is_dir()
 
@@ -34,7 +34,7 @@ def test_without_a_name_every_run_gets_a_directory_of_its_own(tmp_path, monkeypa
 
 def test_what_is_not_a_run_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.yaml"):
-        RunDirectory.open(tmp_path)
+        RunDirectory.open(tmp_path, GRPOConfig)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

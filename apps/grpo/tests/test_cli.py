@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rl_app_core import engine_plan
-from rl_app_core.config import ConfigError, load_config
+from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.config.sections import TinyModel
 from rl_app_core.demonstrations import tokenizer_texts
 from rl_app_core.preflight import prepare
@@ -185,7 +185,9 @@ def test_files_named_on_the_command_line_are_found_from_anywhere_later(grpo, tmp
 
 
 def test_a_run_that_another_process_works_on_is_left_alone(grpo, tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", load_config(find_recipe("cpu")), "grpo")
+    directory = RunDirectory.create(
+        tmp_path / "run", load_config(find_recipe("cpu"), model=GRPOConfig), "grpo"
+    )
     with directory.locked():
         done = grpo("resume", "run")
     assert done.exit_code == 2
@@ -193,7 +195,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(grpo, tmp_path):
 
 
 def test_a_run_that_is_done_is_not_done_again(grpo, tmp_path):
-    config = load_config(find_recipe("cpu"), ["algorithm.steps=3"])
+    config = load_config(find_recipe("cpu"), ["algorithm.steps=3"], model=GRPOConfig)
     directory = RunDirectory.create(tmp_path / "run", config, "grpo")
     append_record(directory.metrics_file, {"step": 3, "seconds": 1.0})
     directory.write_summary(Summary(3, 0.1, 0.9, 1.0, 10, 0.1, 0.1, 1.0, 0))
@@ -242,10 +244,10 @@ def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch
     words = []
     if name == "smollm":
         with pytest.raises(ConfigError, match=r"model\.path"):
-            load_config(find_recipe(name))
+            load_config(find_recipe(name), model=GRPOConfig)
         write_tiny_model(tmp_path / "model", TinyModel(layers=1), tokenizer_texts(), seed=0)
         words = [f"model.path={tmp_path / 'model'}"]
-    prepared = prepare(load_config(find_recipe(name), words))
+    prepared = prepare(load_config(find_recipe(name), words, model=GRPOConfig))
     assert prepared.problems.train
     assert prepared.problems.held_out
 
@@ -255,7 +257,9 @@ def test_the_recipes_are_those_that_the_documentation_names():
 
 
 def test_the_recipe_with_vllm_is_the_default_one_but_for_its_engine():
-    default, vllm = (load_config(find_recipe(name)).model_dump() for name in ("cpu", "cpu-vllm"))
+    default, vllm = (
+        load_config(find_recipe(name), model=GRPOConfig).model_dump() for name in ("cpu", "cpu-vllm")
+    )
     assert vllm["generation"].pop("engine") == "vllm"
     assert default["generation"].pop("engine") == "megatron"
     assert vllm["generation"].pop("vllm")["replicas"] == 2

@@ -116,14 +116,14 @@ class BigramSource:
         self.replace: Callable[[int, Trajectory], Trajectory | RolloutFailure] = lambda step, rollout: rollout
 
     def rollouts(
-        self, rows: Sequence[int], *, group_size: int, step: int, greedy: bool = False
+        self, rows: Sequence[int], *, group_size: int, step: int, greedy: bool = False, first: int = 0
     ) -> list[Trajectory | RolloutFailure]:
         self.calls.append((step, list(rows)))
         self.logprobs = torch.log_softmax(self.policy.table.detach(), -1).tolist()
         found: list[Trajectory | RolloutFailure] = []
         for place, row in enumerate(rows):
             for member in range(group_size):
-                trajectory = self._one(row, group=f"{step}/{place}", member=member, greedy=greedy)
+                trajectory = self._one(row, group=f"{step}/{first + place}", member=member, greedy=greedy)
                 found.append(self.replace(step, trajectory))
         return found
 

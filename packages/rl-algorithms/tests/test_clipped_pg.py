@@ -314,9 +314,9 @@ def test_loss_pickles():
 
 
 def test_what_the_loss_needs():
-    assert not ClippedPGLoss().uses_reference_logprobs
-    assert ClippedPGLoss(kl_coefficient=0.1).uses_reference_logprobs
-    assert not ClippedPGLoss(force_on_policy_ratio=True).uses_prev_logprobs
+    assert not ClippedPGLoss().needs.reference
+    assert ClippedPGLoss(kl_coefficient=0.1).needs.reference
+    assert not ClippedPGLoss(force_on_policy_ratio=True).needs.prev
     assert not ClippedPGLoss(report_entropy=True).trains_zero_advantage_rows
     assert ClippedPGLoss(entropy_coefficient=0.1).trains_zero_advantage_rows
     assert ClippedPGLoss(kl_coefficient=0.1).trains_zero_advantage_rows

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from rl_algorithms.loops.rows import rows_for_step, seeded_permutation
+from rl_algorithms.loops.rows import rows_at, seeded_permutation
 
 
 def rows(step, *, count=10, per_step=4, seed=0):
-    return rows_for_step(step, row_count=count, rows_per_step=per_step, seed=seed)
+    return rows_at((step - 1) * per_step, per_step, row_count=count, seed=seed)
 
 
 def test_every_row_once_per_epoch():

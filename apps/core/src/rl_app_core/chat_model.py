@@ -9,7 +9,7 @@ from rl_generation.protocol import Completion, GenerationRequest, SamplingParams
 from rl_gym_bridge.chat import ChatReply, ChatRequest, PromptRejected
 from rl_gym_bridge.trajectory import StopReason
 
-from .config.sections import Generation
+from .config.generation import Generation
 from .conversation import ConversationTokenizer
 
 

@@ -11,7 +11,7 @@ from rl_policy_megatron.group import MegatronPolicyGroup
 
 from .chat_model import EngineChatModel
 from .cluster import ray_cluster
-from .config import RunConfig
+from .config import JobConfig
 from .conversation import ConversationTokenizer, load_conversation
 from .demonstrations import tokenizer_texts
 from .engine_fleet import running_fleet
@@ -54,6 +54,7 @@ def compose(
     elapsed: Callable[[], float],
     *,
     resume_step: int | None = None,
+    more_actors: int = 0,
 ) -> Generator[Runtime]:
     """Build everything for the length of the block, in one order, and take it down in the reverse.
 
@@ -63,6 +64,7 @@ def compose(
         elapsed: seconds that the run has taken so far.
         resume_step: step of the checkpoint that the run continues from; what it logged after that is
             dropped, once everything that could fail has started.
+        more_actors: Ray actors that the caller will start beside these.
 
     Raises:
         ConfigError: the model's tokenizer cannot be used.
@@ -73,7 +75,7 @@ def compose(
     conversation = load_conversation(model_dir, config.model.chat_template)
     plan = plan_engines(config, model_dir)
     with contextlib.ExitStack() as stack:
-        actors = config.policy.parallel.world + (0 if plan is None else len(plan.settings))
+        actors = config.policy.parallel.world + (0 if plan is None else len(plan.settings)) + more_actors
         stack.enter_context(ray_cluster(config.cluster, directory.logs, actors=actors))
         parts = _colocated(config, model_dir) if plan is None else _apart(config, model_dir, plan)
         policy, engine, base_urls = stack.enter_context(parts)
@@ -96,14 +98,14 @@ _Parts = tuple[MegatronPolicyGroup, RolloutEngine, tuple[str, ...]]
 
 
 @contextlib.contextmanager
-def _colocated(config: RunConfig, model_dir: Path) -> Generator[_Parts]:
+def _colocated(config: JobConfig, model_dir: Path) -> Generator[_Parts]:
     """Policy and engine in one process."""
     with RemoteWorker(rank_settings(config, model_dir), group_settings(config.cluster)) as worker:
         yield worker, ColocatedEngine(worker), ()
 
 
 @contextlib.contextmanager
-def _apart(config: RunConfig, model_dir: Path, plan: EnginePlan) -> Generator[_Parts]:
+def _apart(config: JobConfig, model_dir: Path, plan: EnginePlan) -> Generator[_Parts]:
     """The policy's ranks, and replicas of an engine in other processes; they start at the same time."""
     settings = group_settings(config.cluster, num_gpus=plan.policy_gpus)
     with (
@@ -118,7 +120,7 @@ def _apart(config: RunConfig, model_dir: Path, plan: EnginePlan) -> Generator[_P
             engine.close()
 
 
-def _longest(config: RunConfig, policy_context: int) -> int:
+def _longest(config: JobConfig, policy_context: int) -> int:
     """The most tokens that prompt and answer may have together, for the policy and for the engine."""
     generation = config.generation
     if generation.engine == "megatron":
@@ -127,7 +129,7 @@ def _longest(config: RunConfig, policy_context: int) -> int:
     return policy_context if own is None else min(own, policy_context)
 
 
-def model_directory(config: RunConfig, directory: RunDirectory) -> Path:
+def model_directory(config: JobConfig, directory: RunDirectory) -> Path:
     """Where the initial model is; one made on the spot is written there first if it is missing."""
     if config.model.tiny is None:
         assert config.model.path is not None

@@ -19,7 +19,7 @@ from rl_generation.vllm.offered import (
 from rl_generation.vllm.settings import OWN_ARGUMENTS as VLLM_ARGUMENTS
 from rl_generation.vllm.settings import VllmSettings
 
-from .config import ConfigError, RunConfig
+from .config import ConfigError, JobConfig
 from .config.generation import Trtllm, Vllm
 
 _ARGUMENTS = {"vllm": VLLM_ARGUMENTS, "trtllm": TRTLLM_ARGUMENTS}
@@ -37,7 +37,7 @@ _KEYS = {
 }
 
 
-def check_generation(config: RunConfig) -> None:
+def check_generation(config: JobConfig) -> None:
     """Refuse what an engine apart from the policy would refuse, or would not do as it is written.
 
     Raises:
@@ -47,7 +47,7 @@ def check_generation(config: RunConfig) -> None:
         raise ConfigError(fault)
 
 
-def check_names(config: RunConfig) -> None:
+def check_names(config: JobConfig) -> None:
     """Refuse names that the vLLM of this environment does not know; none are checked where it is elsewhere.
 
     Raises:
@@ -74,7 +74,7 @@ def check_names(config: RunConfig) -> None:
             raise ConfigError(f"generation.server.{key}={parser}: this vLLM has no such parser; {hint}")
 
 
-def check_cache(config: RunConfig, settings: VllmSettings, *, cpu: bool) -> None:
+def check_cache(config: JobConfig, settings: VllmSettings, *, cpu: bool) -> None:
     """Refuse a key-value cache that cannot keep one request.
 
     Args:
@@ -96,7 +96,7 @@ def check_cache(config: RunConfig, settings: VllmSettings, *, cpu: bool) -> None
         raise ConfigError(f"generation.vllm.kv_cache_bytes: {fault}")
 
 
-def _arguments(config: RunConfig) -> Iterator[str]:
+def _arguments(config: JobConfig) -> Iterator[str]:
     engine = config.generation.engine
     if engine == "megatron":
         return
@@ -110,7 +110,7 @@ def _arguments(config: RunConfig) -> Iterator[str]:
             yield f"generation.{engine}.engine_arguments has {name!r}; {remedy}"
 
 
-def _temperature(config: RunConfig) -> Iterator[str]:
+def _temperature(config: JobConfig) -> Iterator[str]:
     generation = config.generation
     if generation.engine == "vllm" and generation.temperature < LEAST_TEMPERATURE:
         yield (
@@ -119,7 +119,7 @@ def _temperature(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _server(config: RunConfig) -> Iterator[str]:
+def _server(config: JobConfig) -> Iterator[str]:
     server = config.generation.server
     if not server.enabled:
         return

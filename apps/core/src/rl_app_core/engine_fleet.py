@@ -12,7 +12,7 @@ from rl_generation.fleet.ray_replica import RayReplica
 from rl_generation.fleet.ray_settings import RaySettings
 from rl_generation.fleet.settings import FleetSettings
 
-from .config import RunConfig
+from .config import JobConfig
 from .engine_plan import EnginePlan
 from .memory import huge_page_variables
 
@@ -22,7 +22,7 @@ _REFIT_S = 60.0
 
 
 @contextlib.contextmanager
-def running_fleet(plan: EnginePlan, config: RunConfig) -> Generator[Fleet]:
+def running_fleet(plan: EnginePlan, config: JobConfig) -> Generator[Fleet]:
     """Start the replicas, and end them with the block.
 
     Raises:
@@ -38,7 +38,7 @@ def running_fleet(plan: EnginePlan, config: RunConfig) -> Generator[Fleet]:
         fleet.shutdown(patience_s)
 
 
-def build_fleet(plan: EnginePlan, config: RunConfig) -> Fleet:
+def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
     """The fleet, not started."""
     cluster = config.cluster
     actor_class = _named(plan.actor)

@@ -20,7 +20,7 @@ from rl_generation.trtllm.settings import TrtllmSettings
 from rl_generation.vllm.environment import is_cpu_build
 from rl_generation.vllm.settings import VllmSettings
 
-from .config import ConfigError, RunConfig
+from .config import ConfigError, JobConfig
 from .engine_checks import check_cache, check_generation, check_names
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class EnginePlan:
     server: VllmServerSettings | ServerSettings | None = None
 
 
-def check_engine(config: RunConfig) -> None:
+def check_engine(config: JobConfig) -> None:
     """Refuse an engine that could not start here, before anything else does.
 
     Raises:
@@ -76,7 +76,7 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(f"generation.engine={config.generation.engine}: {error}") from error
 
 
-def plan_engines(config: RunConfig, model_dir: Path) -> EnginePlan | None:
+def plan_engines(config: JobConfig, model_dir: Path) -> EnginePlan | None:
     """What the configuration asks for; ``None`` is the engine in the policy's own process.
 
     Args:
@@ -103,7 +103,7 @@ def plan_engines(config: RunConfig, model_dir: Path) -> EnginePlan | None:
         raise ConfigError(f"generation.{engine}.{said}") from error
 
 
-def _vllm_plan(config: RunConfig, model_dir: str) -> EnginePlan:
+def _vllm_plan(config: JobConfig, model_dir: str) -> EnginePlan:
     wanted, cluster = config.generation.vllm, config.cluster
     device = _device(wanted.device)
     settings = tuple(
@@ -132,7 +132,7 @@ def _vllm_plan(config: RunConfig, model_dir: str) -> EnginePlan:
     return replace(plan, listen=_listen(config), server=_vllm_server(config))
 
 
-def _trtllm_plan(config: RunConfig, model_dir: str) -> EnginePlan:
+def _trtllm_plan(config: JobConfig, model_dir: str) -> EnginePlan:
     if system_interpreter_forced():
         require_available()
     wanted, cluster = config.generation.trtllm, config.cluster
@@ -181,7 +181,7 @@ def _device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     return built_for
 
 
-def _listen(config: RunConfig) -> ListenSettings:
+def _listen(config: JobConfig) -> ListenSettings:
     server = config.generation.server
     token = os.environ.get(server.token_variable) if server.token_variable is not None else None
     return ListenSettings(
@@ -189,7 +189,7 @@ def _listen(config: RunConfig) -> ListenSettings:
     )
 
 
-def _contract(config: RunConfig) -> ServerSettings:
+def _contract(config: JobConfig) -> ServerSettings:
     generation = config.generation
     return ServerSettings(
         model=generation.server.model_name,
@@ -204,7 +204,7 @@ def _contract(config: RunConfig) -> ServerSettings:
     )
 
 
-def _vllm_server(config: RunConfig) -> VllmServerSettings:
+def _vllm_server(config: JobConfig) -> VllmServerSettings:
     from rl_generation.vllm.server import VllmServerSettings
 
     server = config.generation.server
@@ -216,7 +216,7 @@ def _vllm_server(config: RunConfig) -> VllmServerSettings:
     )
 
 
-def _context(config: RunConfig) -> int:
+def _context(config: JobConfig) -> int:
     from rl_policy_megatron.hf_config import read_model_shape
 
     if config.model.path is not None:

@@ -95,6 +95,11 @@ class StopRequest:
         if self._insisted and error is not None and self.signal_number is not None:
             raise Interrupted(self.signal_number, "stopped at once") from error
 
+    def interrupted(self, what: str) -> Interrupted:
+        """The exception for a run that has stopped as it was asked to; ``what`` says where."""
+        assert self.signal_number is not None
+        return Interrupted(self.signal_number, what)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             self._insisted = True

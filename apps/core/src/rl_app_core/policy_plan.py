@@ -12,7 +12,7 @@ from rl_policy_megatron.hf_config import ModelShape, read_model_shape
 from rl_policy_megatron.lora import LoraSettings
 from rl_policy_megatron.rope import RopeShape
 
-from .config import ConfigError, RunConfig
+from .config import ConfigError, JobConfig
 from .config.sections import TinyModel
 from .workers import tensor_source
 
@@ -21,7 +21,7 @@ _REFIT_S = 120.0
 _RENDEZVOUS_SHARE = 0.75
 
 
-def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
+def rank_settings(config: JobConfig, model_dir: Path) -> RankSettings:
     """What the policy's ranks are built from."""
     cluster = config.cluster
     return RankSettings(
@@ -39,7 +39,7 @@ def rank_settings(config: RunConfig, model_dir: Path) -> RankSettings:
     )
 
 
-def policy_settings(config: RunConfig) -> PolicySettings:
+def policy_settings(config: JobConfig) -> PolicySettings:
     """How the policy computes."""
     wanted = config.policy
     tokens = wanted.micro_batch_tokens
@@ -58,7 +58,7 @@ def policy_settings(config: RunConfig) -> PolicySettings:
     )
 
 
-def warm_start_optimizer(config: RunConfig) -> OptimizerSettings:
+def warm_start_optimizer(config: JobConfig) -> OptimizerSettings:
     """AdamW of the supervised phase."""
     warm = config.warm_start
     return OptimizerSettings(
@@ -66,7 +66,7 @@ def warm_start_optimizer(config: RunConfig) -> OptimizerSettings:
     )
 
 
-def algorithm_optimizer(config: RunConfig) -> OptimizerSettings:
+def algorithm_optimizer(config: JobConfig) -> OptimizerSettings:
     """AdamW of reinforcement learning."""
     algorithm = config.algorithm
     return OptimizerSettings(
@@ -74,7 +74,7 @@ def algorithm_optimizer(config: RunConfig) -> OptimizerSettings:
     )
 
 
-def check_layout(config: RunConfig) -> None:
+def check_layout(config: JobConfig) -> None:
     """Refuse a layout that cannot split the model, before a process is started.
 
     Raises:
@@ -86,7 +86,7 @@ def check_layout(config: RunConfig) -> None:
         raise ConfigError(f"policy.parallel: {str(error).replace('layout.', 'policy.parallel.')}") from error
 
 
-def check_adapters(config: RunConfig) -> None:
+def check_adapters(config: JobConfig) -> None:
     """Refuse adapters for what the model does not have, before a process is started.
 
     Raises:
@@ -103,7 +103,7 @@ def check_adapters(config: RunConfig) -> None:
         ) from error
 
 
-def policy_warnings(config: RunConfig) -> tuple[str, ...]:
+def policy_warnings(config: JobConfig) -> tuple[str, ...]:
     """What can be trained but will hardly learn, each with its remedy."""
     if config.policy.peft is None or config.model.tiny is None:
         return ()
@@ -115,7 +115,7 @@ def policy_warnings(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _shape(config: RunConfig) -> ModelShape:
+def _shape(config: JobConfig) -> ModelShape:
     model = config.model
     if model.path is not None:
         return read_model_shape(model.path)
@@ -123,12 +123,12 @@ def _shape(config: RunConfig) -> ModelShape:
     return _tiny_shape(model.tiny)
 
 
-def _lora(config: RunConfig) -> LoraSettings | None:
+def _lora(config: JobConfig) -> LoraSettings | None:
     wanted = config.policy.peft
     return None if wanted is None else LoraSettings(wanted.rank, wanted.alpha, wanted.targets)
 
 
-def _layout(config: RunConfig) -> ParallelLayout:
+def _layout(config: JobConfig) -> ParallelLayout:
     parallel = config.policy.parallel
     return ParallelLayout(
         tensor=parallel.tensor,

@@ -15,7 +15,7 @@ from rl_gym_bridge.environments import get_environment
 from rl_policy_megatron.errors import PolicyError
 from rl_policy_megatron.hf_config import read_model_shape
 
-from .config import ConfigError, RunConfig
+from .config import ConfigError, JobConfig
 from .conversation import load_conversation
 from .demonstrations import check_maker
 from .engine_plan import check_engine
@@ -32,12 +32,12 @@ APART = "rl_policy_megatron.group.rank.PolicyRank"
 class Prepared:
     """What a checked configuration resolves to on this machine."""
 
-    config: RunConfig
+    config: JobConfig
     problems: Problems
     environments: dict[str, LocalEnvironment]
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: JobConfig) -> Prepared:
     """Check the files, names and rows that a configuration refers to.
 
     Raises:
@@ -94,7 +94,7 @@ def _environment(key: str, name: str) -> LocalEnvironment:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _check_context(config: RunConfig) -> int:
+def _check_context(config: JobConfig) -> int:
     model, wanted = config.model, config.generation.max_new_tokens
     if model.path is not None:
         context = read_model_shape(model.path).max_positions

@@ -6,7 +6,7 @@ import json
 
 from rl_gym_bridge.dataset import GymRow
 
-from .config import ConfigError, RunConfig
+from .config import ConfigError, JobConfig
 from .conversation import ConversationTokenizer, load_conversation
 from .demonstrations import tokenizer_texts
 from .problems import Problems
@@ -16,7 +16,7 @@ _LONGEST_ROWS = 16
 _TEMPLATE_BYTES = 512
 
 
-def check_prompts(config: RunConfig, problems: Problems, context: int) -> None:
+def check_prompts(config: JobConfig, problems: Problems, context: int) -> None:
     """Refuse problems whose prompt and ``generation.max_new_tokens`` exceed the context.
 
     Later turns of a conversation are not looked at: nobody knows them before they are played.
@@ -49,7 +49,7 @@ def check_prompts(config: RunConfig, problems: Problems, context: int) -> None:
         )
 
 
-def _context(config: RunConfig, context: int) -> tuple[str, int]:
+def _context(config: JobConfig, context: int) -> tuple[str, int]:
     generation = config.generation
     own = None if generation.engine == "megatron" else getattr(generation, generation.engine).max_model_len
     if own is not None:
@@ -62,7 +62,7 @@ def _size(row: GymRow) -> int:
     return len(json.dumps([row.messages, tools], ensure_ascii=False).encode(errors="surrogatepass"))
 
 
-def _conversation(config: RunConfig) -> ConversationTokenizer:
+def _conversation(config: JobConfig) -> ConversationTokenizer:
     if config.model.path is not None:
         return load_conversation(config.model.path, config.model.chat_template)
     assert config.model.tiny is not None

@@ -29,7 +29,7 @@ class LocalRollouts:
         self._max_new_tokens = max_new_tokens
 
     def rollouts(
-        self, rows: Sequence[GymRow], *, group_size: int, step: int, greedy: bool = False
+        self, rows: Sequence[GymRow], *, group_size: int, step: int, greedy: bool = False, first: int = 0
     ) -> list[Trajectory | RolloutFailure]:
         """See :class:`rl_algorithms.protocols.RolloutSource`."""
         return run_local_rollouts(
@@ -42,6 +42,7 @@ class LocalRollouts:
             max_new_tokens=self._max_new_tokens,
             greedy=greedy,
             group_prefix="held_out" if greedy else "train",
+            first=first,
         )
 
 

@@ -11,9 +11,11 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .config import ConfigError, RunConfig, load_config, to_yaml
+from .config import ConfigError, JobConfig, load_config, to_yaml
+
+_Config = TypeVar("_Config", bound=JobConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path | None, config: RunConfig, name: str) -> RunDirectory:
+    def create(cls, path: Path | None, config: JobConfig, name: str) -> RunDirectory:
         """Make a new run directory and write its resolved configuration.
 
         Args:
@@ -90,8 +92,8 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path) -> tuple[RunDirectory, RunConfig]:
-        """An existing run directory and its configuration.
+    def open(cls, path: Path, model: type[_Config]) -> tuple[RunDirectory, _Config]:
+        """An existing run directory and its configuration, of the application's kind.
 
         Raises:
             ConfigError: it is not a run directory.
@@ -99,7 +101,7 @@ class RunDirectory:
         directory = cls(path)
         if not directory.config_file.is_file():
             raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
-        return directory, load_config(directory.config_file)
+        return directory, load_config(directory.config_file, model=model)
 
     @property
     def config_file(self) -> Path:

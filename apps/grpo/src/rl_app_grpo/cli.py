@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from rl_app_core.cli import Running, guarded, quiet_process
-from rl_app_core.config import RunConfig, load_config, to_yaml
+from rl_app_core.config import GRPOConfig, load_config, to_yaml
 from rl_app_core.run_directory import RunDirectory
 
 from .recipes import DEFAULT_RECIPE, find_recipe
@@ -53,9 +53,10 @@ def run(
     began = time.perf_counter()
     running = Running()
     with guarded(Console(stderr=True), running):
-        prepared = _prepare(load_config(find_recipe(recipe), overrides or []))
-        directory = RunDirectory.create(output, prepared.config, "grpo")
-        _run(prepared, directory, began, running)
+        config = load_config(find_recipe(recipe), overrides or [], model=GRPOConfig)
+        prepared = _prepare(config)
+        directory = RunDirectory.create(output, config, "grpo")
+        _run(config, prepared, directory, began, running)
 
 
 @app.command()
@@ -64,14 +65,14 @@ def resume(run_dir: RunDir) -> None:
     began = time.perf_counter()
     running = Running()
     with guarded(Console(stderr=True), running):
-        directory, config = RunDirectory.open(run_dir)
+        directory, config = RunDirectory.open(run_dir, GRPOConfig)
         if _is_done(directory, config):
             typer.echo(
                 f"{run_dir} is done: {config.algorithm.steps} steps; for more, raise algorithm.steps "
                 f"in {directory.config_file} and resume again"
             )
             return
-        _run(_prepare(config), directory, began, running)
+        _run(config, _prepare(config), directory, began, running)
 
 
 @app.command()
@@ -81,7 +82,7 @@ def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> No
         from rl_app_core.policy_plan import policy_warnings
 
         path = find_recipe(recipe)
-        prepared = _prepare(load_config(path, overrides or []))
+        prepared = _prepare(load_config(path, overrides or [], model=GRPOConfig))
         problems = prepared.problems
         for warning in policy_warnings(prepared.config):
             typer.echo(f"warning: {warning}")
@@ -95,7 +96,7 @@ def validate(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> No
 def show_config(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Print the whole configuration, defaults included, as YAML."""
     with guarded(Console(stderr=True)):
-        typer.echo(to_yaml(load_config(find_recipe(recipe), overrides or [])), nl=False)
+        typer.echo(to_yaml(load_config(find_recipe(recipe), overrides or [], model=GRPOConfig)), nl=False)
 
 
 @app.command("export-hf")
@@ -105,43 +106,44 @@ def export_hf(
 ) -> None:
     """Write the newest checkpoint as a Hugging Face directory: weights, configuration, tokenizer."""
     with guarded(Console(stderr=True)):
-        from .export import export_checkpoint
+        from rl_app_core.export import export_checkpoint
 
         quiet_process()
-        step = export_checkpoint(run_dir, target)
+        step = export_checkpoint(run_dir, target, GRPOConfig)
         typer.echo(f"step {step} of {run_dir} is in {target}")
 
 
-def _prepare(config: RunConfig) -> Prepared:
+def _prepare(config: GRPOConfig) -> Prepared:
+    from rl_app_core.grpo import check_settings
     from rl_app_core.preflight import prepare
-
-    from .settings import check_settings
 
     check_settings(config)
     return prepare(config)
 
 
-def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
+def _is_done(directory: RunDirectory, config: GRPOConfig) -> bool:
     if not directory.summary_file.is_file():
         return False
     return any(record["step"] >= config.algorithm.steps for record in directory.records())
 
 
-def _run(prepared: Prepared, directory: RunDirectory, began: float, running: Running) -> None:
+def _run(
+    config: GRPOConfig, prepared: Prepared, directory: RunDirectory, began: float, running: Running
+) -> None:
+    from rl_app_core.engine_metrics import engine_line
+    from rl_app_core.grpo import grpo_trainer
+    from rl_app_core.job import run_job
     from rl_app_core.policy_plan import policy_warnings
     from rl_app_core.reporting import RunReporter
-
-    from .engine_metrics import engine_line
-    from .job import run_job
 
     quiet_process()
     with directory.locked(), RunReporter(Console()) as reporter:
         running.directory = directory
         running.resume_hint = f"; continue with: grpo resume {shlex.quote(str(directory.path))}"
         reporter.line(f"run        {directory.path}")
-        for warning in policy_warnings(prepared.config):
+        for warning in policy_warnings(config):
             reporter.line(f"warning    {warning}")
-        summary = run_job(prepared, directory, reporter, began=began)
+        summary = run_job(prepared, grpo_trainer(config), directory, reporter, began=began)
         gained = summary.held_out_after - summary.held_out_before
         reporter.line(
             f"after      held-out accuracy {summary.held_out_before:.3f} -> {summary.held_out_after:.3f} "

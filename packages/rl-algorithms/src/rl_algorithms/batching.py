@@ -32,6 +32,9 @@ class TrainBatch:
         prev_logprobs: ``[B, S]`` float32 under the policy at the start of the step, or ``None``
             while unknown.
         reference_logprobs: ``[B, S]`` float32 under the frozen reference, or ``None``.
+        teacher_logprobs: ``[B, S]`` float32 under the teacher, or ``None``.
+        teacher_topk_logprobs: ``[B, S, K]`` float32 of the teacher's most likely tokens, or ``None``.
+        teacher_topk_ids: ``[B, S, K]`` int64, those tokens, or ``None``.
         global_valid_tokens: masked-in tokens of masked-in rows of the whole batch.
         global_valid_samples: masked-in rows with such a token, of the whole batch.
 
@@ -49,6 +52,9 @@ class TrainBatch:
     reference_logprobs: torch.Tensor | None
     global_valid_tokens: float
     global_valid_samples: float
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_topk_logprobs: torch.Tensor | None = None
+    teacher_topk_ids: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, width = self.input_ids.shape if self.input_ids.ndim == 2 else (-1, -1)
@@ -61,6 +67,9 @@ class TrainBatch:
             "generation_logprobs": ((rows, width), torch.float32),
             "prev_logprobs": ((rows, width), torch.float32),
             "reference_logprobs": ((rows, width), torch.float32),
+            "teacher_logprobs": ((rows, width), torch.float32),
+            "teacher_topk_logprobs": ((rows, width, self._teacher_topk), torch.float32),
+            "teacher_topk_ids": ((rows, width, self._teacher_topk), torch.int64),
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
@@ -112,6 +121,11 @@ class TrainBatch:
         return self.input_ids.shape[0]
 
     @property
+    def _teacher_topk(self) -> int:
+        known = self.teacher_topk_ids
+        return known.shape[2] if known is not None and known.ndim == 3 else 0
+
+    @property
     def loss_mask(self) -> torch.Tensor:
         """``[B, S]`` bool: tokens of masked-in rows that enter the loss."""
         return self.token_mask & self.sample_mask.unsqueeze(1)
@@ -133,30 +147,44 @@ class TrainBatch:
             if tensor is None:
                 return None
             # clone: a trimmed view would be pickled with the whole of its storage
-            return tensor[index, :width].clone() if tensor.ndim == 2 else tensor[index]
+            return tensor[index, :width].clone() if tensor.ndim > 1 else tensor[index]
 
         return replace(
             self, **{f.name: cut(getattr(self, f.name)) for f in fields(self) if f.name not in _COUNTS}
         )
 
     def with_logprobs(
-        self, *, prev: torch.Tensor | None = None, reference: torch.Tensor | None = None
+        self,
+        *,
+        prev: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
+        teacher: torch.Tensor | None = None,
     ) -> TrainBatch:
         """A copy with the given ``[B, S]`` log-probabilities set, as float32 constants on this device.
 
         Those not given stay as they are.
         """
-
-        def constant(given: torch.Tensor | None, known: torch.Tensor | None) -> torch.Tensor | None:
-            if given is None:
-                return known
-            return given.detach().to(device=self.input_ids.device, dtype=torch.float32)
-
         return replace(
             self,
-            prev_logprobs=constant(prev, self.prev_logprobs),
-            reference_logprobs=constant(reference, self.reference_logprobs),
+            prev_logprobs=self.prev_logprobs if prev is None else self._constant(prev),
+            reference_logprobs=self.reference_logprobs if reference is None else self._constant(reference),
+            teacher_logprobs=self.teacher_logprobs if teacher is None else self._constant(teacher),
         )
+
+    def with_teacher_topk(self, logprobs: torch.Tensor, token_ids: torch.Tensor) -> TrainBatch:
+        """A copy with the teacher's ``[B, S, K]`` most likely tokens, as constants on this device."""
+        return replace(
+            self,
+            teacher_topk_logprobs=self._constant(logprobs),
+            teacher_topk_ids=token_ids.detach().to(device=self.input_ids.device, dtype=torch.int64),
+        )
+
+    def with_advantages(self, advantages: torch.Tensor) -> TrainBatch:
+        """A copy with ``[B]`` or ``[B, S]`` advantages, as float32 constants on this device."""
+        return replace(self, advantages=self._constant(advantages))
+
+    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.detach().to(device=self.input_ids.device, dtype=torch.float32)
 
     def with_own_denominators(self) -> TrainBatch:
         """A copy that is a whole batch of its own, as each mini-batch with its own update is."""

@@ -129,7 +129,7 @@ class CheckpointStore:
         return None
 
     @contextmanager
-    def write(self, step: int) -> Generator[Path]:
+    def write(self, step: int, *, score: float | None = None) -> Generator[Path]:
         """``with store.write(step) as folder:`` fill the empty ``folder``; it is published on exit.
 
         If the block raises, nothing is published. A damaged ``step_N`` makes room for the new one

@@ -8,7 +8,7 @@ import torch
 
 from rl_gym_bridge.trajectory import StopReason
 
-from .advantages import has_spread, members_by_group
+from .advantages.groups import has_spread, members_by_group
 
 
 def not_truncated(stop_reasons: Sequence[StopReason]) -> torch.Tensor:

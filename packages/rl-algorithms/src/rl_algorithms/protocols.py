@@ -11,6 +11,7 @@ import torch
 from rl_gym_bridge.trajectory import RolloutFailure, Trajectory
 
 from .metrics import Metric
+from .needs import Needs
 
 
 class LogitsView(Protocol):
@@ -26,6 +27,14 @@ class LogitsView(Protocol):
 
     def entropy(self) -> torch.Tensor:
         """Entropy, in nats, of the distribution that each token was drawn from."""
+        ...
+
+    def topk_logprobs(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, S, k]`` log-probabilities and int64 ids of the k most likely tokens at each position."""
+        ...
+
+    def logprobs_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[B, S, K]`` log-probabilities of given int64 ``[B, S, K]`` tokens at each position."""
         ...
 
 
@@ -58,22 +67,32 @@ class LossFunction(Protocol):
     def __call__(self, logits: LogitsView, batch: Any) -> tuple[torch.Tensor, Mapping[str, Metric]]: ...
 
 
-class PolicyGradientLoss(LossFunction, Protocol):
+class PolicyLoss(LossFunction, Protocol):
     """A loss for rollouts that says what a batch must carry before it can be trained."""
 
     @property
-    def uses_prev_logprobs(self) -> bool:
-        """Whether the policy must score the batch before the first update of the step."""
-        ...
-
-    @property
-    def uses_reference_logprobs(self) -> bool:
-        """Whether the reference policy must score the batch."""
+    def needs(self) -> Needs:
+        """What the batch must carry."""
         ...
 
     @property
     def trains_zero_advantage_rows(self) -> bool:
         """Whether rows with advantage 0 have a gradient (a KL or entropy term) and must be computed."""
+        ...
+
+
+class Teacher(Protocol):
+    """Another policy whose opinion of the rollouts is learnt from."""
+
+    def logprobs(self, batch: Batch, agents: Sequence[str]) -> torch.Tensor:
+        """``[B, S]`` float32 log-probability of each token; column 0 is 0.
+
+        ``agents`` names the environment of each row, for teachers that differ by task.
+        """
+        ...
+
+    def topk_logprobs(self, batch: Batch, agents: Sequence[str], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, S, k]`` log-probabilities (float32), ids (int64) of its k most likely tokens; column 0 is 0."""
         ...
 
 
@@ -105,11 +124,12 @@ class RolloutSource(Protocol):
     """Rows in, rollouts out: an environment and an engine bound together."""
 
     def rollouts(
-        self, rows: Sequence[Any], *, group_size: int, step: int, greedy: bool = False
+        self, rows: Sequence[Any], *, group_size: int, step: int, greedy: bool = False, first: int = 0
     ) -> list[Trajectory | RolloutFailure]:
         """``group_size`` rollouts of each row, rows in order and each group contiguous.
 
         ``step`` seeds the sampling, so that a step repeated after a resume samples the same tokens.
+        ``first`` is how many rows of the step were played before these: ids and seeds differ by it.
         """
         ...
 

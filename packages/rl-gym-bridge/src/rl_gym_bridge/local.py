@@ -44,6 +44,7 @@ def run_local_rollouts(
     max_new_tokens: int,
     greedy: bool = False,
     group_prefix: str = "train",
+    first: int = 0,
     on_model_error: Literal["raise", "record"] = "raise",
 ) -> list[Trajectory | RolloutFailure]:
     """``group_size`` rollouts of each row; rows in order, each group contiguous.
@@ -61,6 +62,7 @@ def run_local_rollouts(
         max_new_tokens: sampled tokens per *turn* at most, ≥ 1.
         greedy: decode greedily.
         group_prefix: first part of the ids; give training and evaluation different ones.
+        first: how many rows of this step were played before these; their ids and seeds are not used again.
         on_model_error: an exception of the model is raised as :class:`ChatModelError`, or
             (``"record"``, for callers that retry) makes the unfinished rollouts infra failures.
 
@@ -78,9 +80,10 @@ def run_local_rollouts(
     occurrences: Counter[str] = Counter()
     for position, row in enumerate(rows):
         environment = environment_of(row, environments)
-        group = group_name(group_prefix, step, position)
+        group = group_name(group_prefix, step, first + position)
         for index in range(group_size):
-            seed_of_turn = partial(_seed_of_turn, seed, step, row.row_id, occurrences[row.row_id], index)
+            occurrence = first + occurrences[row.row_id]
+            seed_of_turn = partial(_seed_of_turn, seed, step, row.row_id, occurrence, index)
             episodes.append(
                 Episode(
                     row,

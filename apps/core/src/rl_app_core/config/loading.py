@@ -6,23 +6,26 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import ConfigError, closest_path
-from .sections import RunConfig
+from .job import GRPOConfig, JobConfig
 from .synonyms import synonym
 
+_Config = TypeVar("_Config", bound=JobConfig)
 
-def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = (), *, model: type[_Config]) -> _Config:
     """Read a YAML recipe, apply the overrides in order and validate the whole.
 
     Args:
         recipe: a YAML file, or ``None`` for defaults alone.
         overrides: words ``dotted.key=value``; the value is read as YAML.
+        model: the configuration of the application.
 
     Raises:
         ConfigError: the file, a key or a value cannot be used.
@@ -31,18 +34,18 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig
     for word in overrides:
         _apply_override(values, word)
     try:
-        return RunConfig.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         items = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
-        raise ConfigError("; ".join(_explain(item) for item in items)) from error
+        raise ConfigError("; ".join(_explain(item, model) for item in items)) from error
 
 
-def to_yaml(config: RunConfig) -> str:
+def to_yaml(config: JobConfig) -> str:
     """The whole configuration, defaults included, as YAML that :func:`load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def known_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+def known_paths(model: type[BaseModel] = GRPOConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted path of the configuration, sections included."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
@@ -124,9 +127,9 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
 _MOST_UNKNOWN_KEYS = 4
 
 
-def _unknown(path: str) -> str:
-    hint = closest_path(path, known_paths())
-    remedy = f"did you mean {hint}?" if hint else "`grpo show-config` lists every key"
+def _unknown(path: str, model: type[JobConfig]) -> str:
+    hint = closest_path(path, known_paths(model))
+    remedy = f"did you mean {hint}?" if hint else f"`{model.command} show-config` lists every key"
     return f"{path} is not a setting; {remedy}"
 
 
@@ -139,12 +142,12 @@ def _leaves(path: str, given: Any) -> Iterator[str]:
         yield from _leaves(f"{path}.{key}", value)
 
 
-def _explain(item: ErrorDetails) -> str:
+def _explain(item: ErrorDetails, model: type[JobConfig]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     given = item.get("input")
     if item["type"] == "extra_forbidden":
         keys = list(_leaves(path, given))
-        shown = "; ".join(map(_unknown, keys[:_MOST_UNKNOWN_KEYS]))
+        shown = "; ".join(_unknown(key, model) for key in keys[:_MOST_UNKNOWN_KEYS])
         return shown + ("; …" if len(keys) > _MOST_UNKNOWN_KEYS else "")
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from .job import GRPOConfig
 from .loading import section_of
-from .sections import RunConfig
 
 
-def reference(model: type[BaseModel] = RunConfig, prefix: str = "") -> str:
+def reference(model: type[BaseModel] = GRPOConfig, prefix: str = "") -> str:
     """Markdown: one heading per section, one line per key with its default and meaning."""
     return "\n".join(_lines(model, prefix))
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, model_validator
 
-from .generation import Generation
-from .policy import Policy
 from .section import Beta, Count, File, NonNegative, Positive, Section, Share
 
 
@@ -162,85 +160,6 @@ class WarmStart(Section):
         return self
 
 
-class Algorithm(Section):
-    """Group relative policy optimisation."""
-
-    steps: PositiveInt = 30
-    """Of the whole run, resumed parts included."""
-    prompts_per_step: PositiveInt = 32
-    """Rows taken by a step."""
-    group_size: PositiveInt = 8
-    """Rollouts of each prompt; the group that advantages are computed in."""
-    updates_per_step: PositiveInt = 1
-    """Optimizer updates, each on its part of the step's rollouts; the parts are as equal as can be."""
-    learning_rate: NonNegative = 2e-4
-    """After the warm-up; 0 changes nothing, as a control."""
-    warmup_steps: Count = 5
-    """Steps of linear rise to it."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up, until the last step."""
-    final_share: Share = 0.0
-    """Share of the learning rate that a decay ends at."""
-    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
-    weight_decay: NonNegative = 0.0
-    """Of matrices, never of norms and biases."""
-    gradient_clip: Positive = 1.0
-    """Largest norm of the gradient."""
-    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
-    """``grpo`` (centred and divided by the group's standard deviation), ``rloo`` (against the mean of
-    the others) or ``dr_grpo`` (centred only)."""
-    normalize: bool = True
-    """With ``grpo``: divide by the standard deviation."""
-    leave_one_out: bool = False
-    """With ``grpo``: mean and deviation of the other members of the group."""
-    clip_low: Share = 0.2
-    """How far the importance ratio may fall below 1."""
-    clip_high: NonNegative = 0.28
-    """How far it may rise above 1."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the term for negative advantages, in multiples of the advantage."""
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL term against the policy at the start of reinforcement learning."""
-    kl_form: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL."""
-    entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-    report_entropy: bool = False
-    """Measure the entropy without a bonus; it costs a little."""
-    normalization: Literal["token", "sequence", "constant"] = "token"
-    """What the loss is a mean over: all tokens, sequences, or sequences of ``max_new_tokens``."""
-    importance_correction: Literal["tis", "icepop"] | None = None
-    """Correction for an engine whose log-probabilities differ from the policy's: clamp the weights of
-    tokens (``tis``) or drop tokens outside the bounds (``icepop``)."""
-    importance_max: Positive | None = None
-    """Upper bound of the weights; given together with the correction."""
-    importance_min: Positive | None = None
-    """Lower bound of the weights; ``icepop`` needs it."""
-    filter_zero_spread: bool = False
-    """Leave groups whose rewards are all equal out of the denominators, too."""
-    overlong_filtering: bool = False
-    """Truncated answers keep their place in the baseline and are not trained."""
-    max_infra_failures: Count = 5
-    """Rollouts of one step that the infrastructure may fail before the run ends."""
-    max_data_failures_share: Share = 0.5
-    """Share of a step's rollouts that may fail for the row's or the environment's own fault."""
-    max_skipped_steps: Count = 10
-    """Steps in a row that may train nothing, because no sample is usable or the rewards of every group are
-    all equal; one more ends the run. Steps that are all right do not count."""
-    shuffle_rewards: bool = False
-    """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""
-
-    @model_validator(mode="after")
-    def _a_decay_has_an_end(self) -> Algorithm:
-        if self.final_share and self.decay == "constant":
-            raise ValueError(
-                f"final_share={self.final_share} has no effect with decay=constant; set decay to linear or "
-                "cosine, or leave it out"
-            )
-        return self
-
-
 class Rewards(Section):
     """What is done to an environment's rewards before advantages are made of them."""
 
@@ -290,46 +209,3 @@ class Cluster(Section):
     """No single call to a worker may take longer."""
     shutdown_timeout_s: Positive = 20.0
     """For the worker to release what it holds; then it is ended."""
-
-
-class RunConfig(Section):
-    """One run of GRPO."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of everything that is drawn: initial weights, demonstrations, row order, sampled tokens."""
-    model: Model
-    data: Data
-    environment: Environment = Environment()
-    warm_start: WarmStart = WarmStart()
-    rewards: Rewards = Rewards()
-    algorithm: Algorithm = Algorithm()
-    generation: Generation = Generation()
-    policy: Policy = Policy()
-    evaluation: Evaluation = Evaluation()
-    checkpointing: Checkpointing = Checkpointing()
-    logging: Logging = Logging()
-    cluster: Cluster = Cluster()
-
-    @model_validator(mode="after")
-    def _one_process_with_the_engine_in_it(self) -> RunConfig:
-        world = self.policy.parallel.world
-        if self.generation.engine == "megatron" and world > 1:
-            raise ValueError(
-                f"policy.parallel asks for {world} processes, and generation.engine=megatron works in the "
-                "policy's only one; use generation.engine=vllm, or leave policy.parallel out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_computes_like_the_policy(self) -> RunConfig:
-        generation = self.generation
-        if generation.engine == "megatron":
-            return self
-        wanted = getattr(generation, generation.engine).dtype
-        if wanted not in (None, self.policy.precision) and self.algorithm.importance_correction is None:
-            raise ValueError(
-                f"generation.{generation.engine}.dtype={wanted} and policy.precision={self.policy.precision} "
-                "give other probabilities to the same tokens; leave the first out, or correct for it with "
-                "algorithm.importance_correction"
-            )
-        return self

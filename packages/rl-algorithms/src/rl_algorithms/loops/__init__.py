@@ -1,18 +1,20 @@
 """Training loops on protocols, each readable from top to bottom."""
 
-from .settings import GRPOSettings
+from .collect import DynamicSamplingError
+from .settings import LoopSettings
 from .sft import SFTResult, SFTSettings, run_sft
 from .state import HeldOut, LoopError, LoopResult, StepReport
-from .synchronous import run_grpo
+from .sync import run_sync
 
 __all__ = [
-    "GRPOSettings",
+    "DynamicSamplingError",
     "HeldOut",
     "LoopError",
     "LoopResult",
+    "LoopSettings",
     "SFTResult",
     "SFTSettings",
     "StepReport",
-    "run_grpo",
     "run_sft",
+    "run_sync",
 ]

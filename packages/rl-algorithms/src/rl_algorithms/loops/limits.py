@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from rl_gym_bridge.trajectory import FailureKind
 
-from ..protocols import PolicyGradientLoss
+from ..method import Method
+from .learn import UpdateReport
 from .samples import StepSamples
-from .settings import GRPOSettings
+from .settings import LoopSettings
 from .state import LoopError, LoopState
-from .update import UpdateReport
 
 
-def check_loss(settings: GRPOSettings, loss_fn: PolicyGradientLoss) -> None:
-    """That the loss can correct as many updates per step as the settings ask for.
+def check_method(settings: LoopSettings, method: Method) -> None:
+    """That the method can do as many updates per step, and use the samples, as the settings ask for.
 
     Raises:
         LoopError: it cannot.
     """
-    if settings.updates_per_step > 1 and not loss_fn.uses_prev_logprobs:
+    if settings.updates_per_step > 1 and method.advantage.uses_rewards and not method.loss.needs.prev:
         raise LoopError(
             f"updates_per_step {settings.updates_per_step} with a loss that takes every update for "
             "on-policy: the second would not be corrected; turn force_on_policy_ratio off or use one update"
         )
+    if settings.dynamic_sampling and not method.advantage.uses_rewards:
+        raise LoopError(
+            "dynamic_sampling looks for groups whose rewards differ, and this method uses no rewards: "
+            "turn it off"
+        )
 
 
-def check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> None:
+def check_failures(samples: StepSamples, settings: LoopSettings, step: int) -> None:
     """That no more rollouts of the step failed than the settings tolerate.
 
     Raises:
@@ -46,11 +51,11 @@ def check_failures(samples: StepSamples, settings: GRPOSettings, step: int) -> N
         )
 
 
-def is_skipped(samples: StepSamples, update: UpdateReport, settings: GRPOSettings) -> bool:
+def is_skipped(samples: StepSamples, update: UpdateReport, settings: LoopSettings) -> bool:
     """Whether a step made no update although not all of its answers are right."""
     if update.updates:
         return False
-    rewards = samples.rewards[samples.trained]
+    rewards = samples.rewards[samples.trained & ~samples.rewards.isnan()]
     return not len(rewards) or bool((rewards < settings.success_reward).any())
 
 
@@ -62,7 +67,7 @@ def why_nothing(samples: StepSamples) -> str:
     return f"none of its samples is usable{cause}"
 
 
-def check_skipped(state: LoopState, samples: StepSamples, settings: GRPOSettings) -> None:
+def check_skipped(state: LoopState, samples: StepSamples, settings: LoopSettings) -> None:
     """That not too many steps in a row had nothing to train on, or nothing to tell apart.
 
     Raises:

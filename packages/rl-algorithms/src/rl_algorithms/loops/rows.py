@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a pure function of the step, so that a resume needs only its number."""
+"""Which rows come next: a pure function of how many were drawn, so that a resume needs only that number."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from functools import lru_cache
 import numpy as np
 
 
-def rows_for_step(step: int, *, row_count: int, rows_per_step: int, seed: int) -> list[int]:
-    """Indices of the rows of ``step`` ≥ 1, shuffled anew in every epoch.
+def rows_at(position: int, count: int, *, row_count: int, seed: int) -> list[int]:
+    """Indices of ``count`` rows after ``position`` were drawn, shuffled anew in every epoch.
 
-    Steps walk through the epochs without a gap: every row appears once per epoch, and a step may
+    Draws walk through the epochs without a gap: every row appears once per epoch, and a draw may
     begin in one epoch and end in the next (its rows may then repeat).
 
     Raises:
-        ValueError: a step below 1, no rows, or rows_per_step below 1.
+        ValueError: a negative position, no rows, or a count below 1.
     """
-    if step < 1 or row_count < 1 or rows_per_step < 1:
+    if position < 0 or row_count < 1 or count < 1:
         raise ValueError(
-            f"step, row_count and rows_per_step must be at least 1, got {step}, {row_count}, {rows_per_step}"
+            f"position must be >= 0, row_count and count at least 1, got {position}, {row_count}, {count}"
         )
-    first = (step - 1) * rows_per_step
     return [
-        int(_epoch_order(row_count, position // row_count, seed)[position % row_count])
-        for position in range(first, first + rows_per_step)
+        int(_epoch_order(row_count, place // row_count, seed)[place % row_count])
+        for place in range(position, position + count)
     ]
 
 

@@ -1,4 +1,4 @@
-"""One step's rollouts turned into judged samples: who counts, what it earned, what it is worth."""
+"""One step's rollouts turned into judged samples: who counts, and what it earned."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason, Trajectory
 
-from ..advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from ..filters import not_truncated, zero_spread_groups
 from .rows import seeded_permutation
-from .settings import GRPOSettings
+from .settings import LoopSettings
 from .state import LoopError
 
 logger = logging.getLogger(__name__)
@@ -28,13 +27,13 @@ class StepSamples:
 
     Attributes:
         trajectories: N finished rollouts.
-        failures: rollouts that are no sample.
+        failures: rollouts that are no sample, those of groups left out among them.
+        left_out: finished rollouts of groups that dynamic sampling left out; counted, not trained.
         rewards: unshaped; as the environment gave them, or permuted among the valid samples by
             ``shuffle_rewards``. NaN where the environment gave none.
         shaped: what advantages are made of; permuted alike.
         valid: in the baseline of its group.
         trained: enters the loss.
-        advantages: 0 where not valid.
         zero_spread: groups whose unshaped rewards are all equal.
     """
 
@@ -44,23 +43,43 @@ class StepSamples:
     shaped: torch.Tensor
     valid: torch.Tensor
     trained: torch.Tensor
-    advantages: torch.Tensor
     zero_spread: frozenset[str]
+    left_out: tuple[Trajectory, ...] = ()
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Of each trajectory."""
+        return [trajectory.group_id for trajectory in self.trajectories]
+
+    @property
+    def components(self) -> dict[str, torch.Tensor]:
+        """Named parts of the rewards, ``[N]`` float64 each, NaN where a rollout lacks one."""
+        names = sorted({name for trajectory in self.trajectories for name in trajectory.reward_components})
+        missing = float("nan")
+        return {
+            name: torch.tensor(
+                [t.reward_components.get(name, missing) for t in self.trajectories], dtype=torch.float64
+            )
+            for name in names
+        }
 
     @property
     def tokens(self) -> int:
-        return sum(trajectory.sampled_tokens for trajectory in self.trajectories)
+        """Sampled ones, of groups left out as well."""
+        return sum(trajectory.sampled_tokens for trajectory in (*self.trajectories, *self.left_out))
 
     @property
     def rollouts(self) -> int:
         """How many there were, finished or failed."""
-        return len(self.trajectories) + len(self.failures)
+        return len(self.trajectories) + len(self.left_out) + len(self.failures)
 
     def failures_by_kind(self) -> dict[str, int]:
         """Failed rollouts by kind; an environment that failed in mid-rollout counts as data."""
         counts = Counter({kind.value: 0 for kind in FailureKind})
         counts.update(failure.kind.value for failure in self.failures)
-        counts[FailureKind.DATA.value] += sum(_environment_failed(t) for t in self.trajectories)
+        counts[FailureKind.DATA.value] += sum(
+            _environment_failed(t) for t in (*self.trajectories, *self.left_out)
+        )
         return dict(counts)
 
     def first_data_failure(self) -> str:
@@ -68,18 +87,19 @@ class StepSamples:
         for failure in self.failures:
             if failure.kind is FailureKind.DATA:
                 return f"{failure.rollout_id} (agent {failure.agent or 'unnamed'}): {failure.error}"
-        for trajectory in filter(_environment_failed, self.trajectories):
+        for trajectory in filter(_environment_failed, (*self.trajectories, *self.left_out)):
             return (
                 f"{trajectory.rollout_id} (agent {trajectory.agent or 'unnamed'}): the environment failed in "
                 "mid-rollout"
             )
         return ""
 
-    def metrics(self, settings: GRPOSettings) -> dict[str, float]:
+    def metrics(self, settings: LoopSettings) -> dict[str, float]:
         """Rewards and accuracy over valid samples, lengths and truncation over all trajectories."""
-        valid = max(int(self.valid.sum()), 1)
+        paid = self.valid & ~torch.isnan(self.rewards)
+        valid = max(int(paid.sum()), 1)
         count = max(len(self.trajectories), 1)
-        rewards, shaped = self.rewards[self.valid], self.shaped[self.valid]
+        rewards, shaped = self.rewards[paid], self.shaped[paid]
         truncated = sum(trajectory.stop_reason.truncated for trajectory in self.trajectories)
         failures = {f"failures_{kind}": float(n) for kind, n in self.failures_by_kind().items()}
         return {
@@ -87,7 +107,7 @@ class StepSamples:
             "reward_shaped_mean": float(shaped.sum()) / valid,
             "accuracy": float((rewards >= settings.success_reward).sum()) / valid,
             "truncated_share": truncated / count,
-            "length_mean": self.tokens / count,
+            "length_mean": sum(trajectory.sampled_tokens for trajectory in self.trajectories) / count,
             "tokens": float(self.tokens),
             "groups": float(len({trajectory.group_id for trajectory in self.trajectories})),
             "zero_spread_groups": float(len(self.zero_spread)),
@@ -99,27 +119,37 @@ class StepSamples:
         }
 
 
-def judge(rollouts: Sequence[Trajectory | RolloutFailure], settings: GRPOSettings, step: int) -> StepSamples:
-    """Rewards, shaping, filters and advantages of one step. A failed rollout never becomes a reward.
+def judge(
+    rollouts: Sequence[Trajectory | RolloutFailure],
+    settings: LoopSettings,
+    step: int,
+    *,
+    left_out: Sequence[Trajectory | RolloutFailure] = (),
+    uses_rewards: bool = True,
+) -> StepSamples:
+    """Rewards, shaping and filters of one step. A failed rollout never becomes a reward.
 
-    A rollout that its environment gave no reward is excluded with a warning: neither 0 nor NaN.
+    A rollout that its environment gave no reward is excluded with a warning: neither 0 nor NaN. Where the
+    method does not use rewards, such a rollout counts all the same, and no group is too much alike.
     """
     trajectories = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
-    failures = [rollout for rollout in rollouts if isinstance(rollout, RolloutFailure)]
-    groups = [trajectory.group_id for trajectory in trajectories]
+    failures = [rollout for rollout in (*rollouts, *left_out) if isinstance(rollout, RolloutFailure)]
     lengths = torch.tensor([trajectory.sampled_tokens for trajectory in trajectories], dtype=torch.int64)
     keeps_end = not_truncated([trajectory.stop_reason for trajectory in trajectories])
     rewards = torch.tensor(
         [float("nan") if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
     )
     failed = torch.tensor([_environment_failed(t) for t in trajectories], dtype=torch.bool)
-    _warn_of_missing_rewards(trajectories, step)
-    valid = ~torch.isnan(rewards) & (lengths > 0) & ~failed
+    valid = (lengths > 0) & ~failed
+    if uses_rewards:
+        _warn_of_missing_rewards(trajectories, step)
+        valid = valid & ~torch.isnan(rewards)
     shaped = settings.shaping(rewards, lengths, ~keeps_end)
     if settings.shuffle_rewards:
         rewards, shaped = _shuffled(valid, rewards, shaped, seed=settings.seed, step=step)
 
-    flat = zero_spread_groups(rewards, groups, valid)
+    groups = [trajectory.group_id for trajectory in trajectories]
+    flat = zero_spread_groups(rewards, groups, valid) if uses_rewards else frozenset()
     trained = valid
     if settings.overlong_filtering:
         trained = trained & keeps_end
@@ -132,8 +162,8 @@ def judge(rollouts: Sequence[Trajectory | RolloutFailure], settings: GRPOSetting
         shaped=shaped,
         valid=valid,
         trained=trained,
-        advantages=_advantages(shaped, groups, valid, settings),
         zero_spread=flat,
+        left_out=tuple(rollout for rollout in left_out if isinstance(rollout, Trajectory)),
     )
 
 
@@ -188,15 +218,3 @@ def _shuffled(
     rewards, shaped = rewards.clone(), shaped.clone()
     rewards[holders], shaped[holders] = rewards[order], shaped[order]
     return rewards, shaped
-
-
-def _advantages(
-    shaped: torch.Tensor, groups: Sequence[str], valid: torch.Tensor, settings: GRPOSettings
-) -> torch.Tensor:
-    if settings.advantage == "rloo":
-        return rloo_advantages(shaped, groups, valid)
-    if settings.advantage == "dr_grpo":
-        return dr_grpo_advantages(shaped, groups, valid)
-    return grpo_advantages(
-        shaped, groups, valid, leave_one_out=settings.leave_one_out, normalize=settings.normalize
-    )

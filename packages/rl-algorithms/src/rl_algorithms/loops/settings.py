@@ -1,20 +1,16 @@
-"""Settings of the synchronous GRPO loop."""
+"""Settings of the synchronous loop, whatever the method."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..rewards import RewardShaping
 from ..schedules import Decay, LearningRateSchedule
 
-AdvantageKind = Literal["grpo", "rloo", "dr_grpo"]
-ADVANTAGES: tuple[AdvantageKind, ...] = ("grpo", "rloo", "dr_grpo")
-
 
 @dataclass(frozen=True, slots=True)
-class GRPOSettings:
-    """How the loop runs.
+class LoopSettings:
+    """How the loop runs. What it learns by is a :class:`rl_algorithms.method.Method`.
 
     Attributes:
         steps: steps of the whole run, resumed parts included.
@@ -23,14 +19,15 @@ class GRPOSettings:
             :class:`rl_algorithms.schedules.LearningRateSchedule`; a descent ends at ``steps``.
         evaluate_every: also evaluated before the first and after the last step; 0 only then.
         checkpoint_every: also written before the first and after the last step and on a stop; 0 only then.
-        advantage: ``grpo``, ``rloo`` or ``dr_grpo``.
-        normalize, leave_one_out: of ``grpo`` advantages.
         updates_per_step: optimizer updates per step; each trains an equal part of the step's
             samples, drawn at random, as a whole batch of its own.
         shaping: of the rewards.
         shuffle_rewards: a diagnostic: permute the rewards over the whole batch. A policy that
             still improves learns from something other than its rewards.
         overlong_filtering: truncated samples stay in the baseline but are not trained.
+        dynamic_sampling: replace groups whose unshaped rewards are all equal by groups of further rows, until
+            ``prompts_per_step`` groups can be told apart.
+        max_generation_rounds: how often a step may generate for that; one more ends the run.
         filter_zero_spread: drop groups whose unshaped rewards are all equal, counted. Off, they
             have advantage 0 (unless shaping tells them apart) and count in the denominators.
         success_reward: unshaped reward from which a sample counts as right in ``accuracy``.
@@ -41,6 +38,10 @@ class GRPOSettings:
         max_skipped_steps: steps in a row that may make no update, because no sample is usable or the
             rewards of every group are all equal; one more ends the run. Steps that are all right do not
             count.
+        max_epochs: passes over the rows after which the run ends, if ``steps`` are not done before; ``None``
+            is no bound.
+        stop_at: end the run once an evaluation's ``stop_metric`` is at least this; ``None`` never does.
+        stop_metric: which of the evaluation's numbers ``stop_at`` and the best checkpoints go by.
         seed: of row order, mini-batches and shuffling.
 
     Raises:
@@ -56,18 +57,20 @@ class GRPOSettings:
     learning_rate_floor: float = 0.0
     evaluate_every: int = 0
     checkpoint_every: int = 0
-    advantage: AdvantageKind = "grpo"
-    normalize: bool = True
-    leave_one_out: bool = False
     updates_per_step: int = 1
     shaping: RewardShaping = field(default_factory=RewardShaping)
     shuffle_rewards: bool = False
     overlong_filtering: bool = False
     filter_zero_spread: bool = False
+    dynamic_sampling: bool = False
+    max_generation_rounds: int = 10
     success_reward: float = 1.0
     max_infra_failures: int = 5
     max_data_failures_share: float = 0.5
     max_skipped_steps: int = 2
+    max_epochs: int | None = None
+    stop_at: float | None = None
+    stop_metric: str = "accuracy"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -81,12 +84,12 @@ class GRPOSettings:
             raise ValueError(
                 f"max_data_failures_share must lie in [0, 1], got {self.max_data_failures_share}"
             )
-        if self.advantage not in ADVANTAGES:
-            raise ValueError(
-                f"advantage {self.advantage!r} is unknown; choose one of {', '.join(ADVANTAGES)}"
-            )
-        if self.leave_one_out and self.advantage != "grpo":
-            raise ValueError(f"leave_one_out belongs to advantage 'grpo', not to {self.advantage!r}")
+        if self.max_epochs is not None and self.max_epochs < 1:
+            raise ValueError(f"max_epochs must be at least 1, or None for no bound; got {self.max_epochs}")
+        if self.max_generation_rounds < 1:
+            raise ValueError(f"max_generation_rounds must be at least 1, got {self.max_generation_rounds}")
+        if self.stop_at is not None and self.stop_at != self.stop_at:
+            raise ValueError("stop_at must be a number")
         self.schedule  # noqa: B018 - refuses a wrong learning rate here rather than at the first step
 
     @property

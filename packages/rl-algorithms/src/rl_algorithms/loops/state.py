@@ -27,8 +27,8 @@ class HeldOut:
 class StepReport:
     """One finished step, for whoever watches.
 
-    ``advantages`` is ``[N]`` float64 and ``trained`` ``[N]`` bool, both in the order of the N
-    ``trajectories``.
+    ``advantages`` is ``[N]`` float64 (a mean over a rollout's tokens where they differ) and ``trained``
+    ``[N]`` bool, both in the order of the N ``trajectories``.
     """
 
     step: int
@@ -46,6 +46,7 @@ class LoopResult:
     Attributes:
         steps_done: steps completed.
         stopped: whether a stop was requested before the last step.
+        reached: whether an evaluation reached ``stop_at``, which ends a run early.
         held_out: every evaluation, oldest first; of a run that was not stopped, one of ``steps_done``.
         tokens: tokens that the policy sampled for training.
         seconds_generation, seconds_training, seconds_evaluation: wall-clock time of the parts.
@@ -56,6 +57,7 @@ class LoopResult:
 
     steps_done: int
     stopped: bool
+    reached: bool
     held_out: tuple[HeldOut, ...]
     tokens: int
     seconds_generation: float
@@ -70,6 +72,7 @@ class LoopState:
     """Everything a resumed run needs besides the policy's own state; written into each checkpoint."""
 
     step: int = 0
+    rows_drawn: int = 0
     held_out: list[HeldOut] = field(default_factory=list)
     tokens: int = 0
     seconds_generation: float = 0.0
@@ -103,10 +106,11 @@ class LoopState:
         values["failures"] = dict(content["failures"])
         return cls(**values)
 
-    def result(self, *, stopped: bool) -> LoopResult:
+    def result(self, *, stopped: bool, reached: bool = False) -> LoopResult:
         return LoopResult(
             steps_done=self.step,
             stopped=stopped,
+            reached=reached,
             held_out=tuple(self.held_out),
             tokens=self.tokens,
             seconds_generation=self.seconds_generation,

@@ -10,6 +10,7 @@ import torch
 from ..batching import TrainBatch
 from ..kl import KL_KINDS, KLEstimate, KLKind, kl_estimate
 from ..metrics import Metric
+from ..needs import Needs
 from ..protocols import LogitsView
 from .importance import IMPORTANCE_CORRECTIONS, ImportanceCorrection, ImportanceWeights, importance_weights
 from .normalization import NORMALIZATIONS, LossError, Normalization, global_share, masked
@@ -73,14 +74,9 @@ class ClippedPGLoss:
         _check_combinations(self)
 
     @property
-    def uses_prev_logprobs(self) -> bool:
-        """Whether a batch must carry ``prev_logprobs``."""
-        return not self.force_on_policy_ratio
-
-    @property
-    def uses_reference_logprobs(self) -> bool:
-        """Whether a batch must carry ``reference_logprobs``."""
-        return self.kl_coefficient > 0
+    def needs(self) -> Needs:
+        """Log-probabilities that a batch must carry."""
+        return Needs(prev=not self.force_on_policy_ratio, reference=self.kl_coefficient > 0)
 
     @property
     def trains_zero_advantage_rows(self) -> bool:

@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_algorithms.checkpointing import CheckpointStore
-from rl_algorithms.loops.synchronous import POLICY_FOLDER
-from rl_app_core.compose import model_directory
-from rl_app_core.config import ConfigError
-from rl_app_core.policy_plan import policy_settings
-from rl_app_core.run_directory import RunDirectory
+from rl_algorithms.loops.sync import POLICY_FOLDER
+
+from .compose import model_directory
+from .config import ConfigError, JobConfig
+from .policy_plan import policy_settings
+from .run_directory import RunDirectory
 
 
-def export_checkpoint(run_dir: Path, target: Path) -> int:
+def export_checkpoint(run_dir: Path, target: Path, model: type[JobConfig], step: int | None = None) -> int:
     """Write the newest checkpoint of ``run_dir`` to ``target`` and return its step.
 
     Raises:
         ConfigError: no run, no checkpoint, or a target that exists.
     """
-    directory, config = RunDirectory.open(run_dir)
+    directory, config = RunDirectory.open(run_dir, model)
     ignored: list[str] = []
     checkpoint = CheckpointStore(directory.checkpoints, on_ignored=ignored.append).latest()
     if checkpoint is None:

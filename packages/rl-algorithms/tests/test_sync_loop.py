@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_algorithms.advantages import GroupRelative
 from rl_algorithms.checkpointing import CheckpointStore
-from rl_algorithms.loops import GRPOSettings, LoopError, run_grpo
+from rl_algorithms.loops import LoopError, LoopSettings, run_sync
 from rl_algorithms.loops.state import LoopState
 from rl_algorithms.losses import ClippedPGLoss
+from rl_algorithms.method import Method
 from rl_algorithms.rewards import OverlongPenalty, RewardShaping
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason
 
 ROWS = list(range(6))
-SETTINGS = GRPOSettings(
+SETTINGS = LoopSettings(
     steps=6,
     prompts_per_step=4,
     group_size=8,
@@ -33,13 +35,13 @@ LEARNING = replace(
 TIMINGS = {"seconds_generation", "seconds_training"}
 
 
-def run(world, settings=SETTINGS, loss=None, **options):
-    return run_grpo(
+def run(world, settings=SETTINGS, loss=None, advantage=None, **options):
+    return run_sync(
         settings=settings,
         rows=ROWS,
         source=world.source,
         policy=world.policy,
-        loss_fn=loss or ClippedPGLoss(clip_high=0.28),
+        method=Method(advantage or GroupRelative(), loss or ClippedPGLoss(clip_high=0.28)),
         pad_token_id=0,
         metrics_logger=world.recorder,
         **{"evaluate": world.evaluate, **options},
@@ -162,7 +164,8 @@ def test_shuffling_permutes_the_rewards_of_the_whole_batch(new_world):
     for world, seen, shuffle in zip(worlds, reports, (False, True, True), strict=True):
         run(
             world,
-            replace(SETTINGS, steps=1, shuffle_rewards=shuffle, advantage="dr_grpo"),
+            replace(SETTINGS, steps=1, shuffle_rewards=shuffle),
+            advantage=GroupRelative(normalize=False),
             on_step=seen.append,
         )
     plain, first, second = (seen[0] for seen in reports)
@@ -553,8 +556,9 @@ def test_more_updates_than_the_loss_can_correct_are_refused(world):
         ({"evaluate_every": -1}, "evaluate_every"),
         ({"learning_rate": math.nan}, "learning rate"),
         ({"max_data_failures_share": 1.5}, "max_data_failures_share must lie in"),
-        ({"advantage": "gae"}, "'gae' is unknown"),
-        ({"advantage": "rloo", "leave_one_out": True}, "leave_one_out"),
+        ({"max_epochs": 0}, "max_epochs"),
+        ({"max_generation_rounds": 0}, "max_generation_rounds"),
+        ({"stop_at": math.nan}, "stop_at"),
     ],
 )
 def test_settings_out_of_range(options, message):

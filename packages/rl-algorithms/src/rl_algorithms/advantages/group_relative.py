@@ -9,11 +9,44 @@ Everything is computed in float64 from centred differences and returned in the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..needs import Needs
+from .base import AdvantageInputs
+from .groups import per_group
+
 STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRelative:
+    """Rewards compared within their group; the estimator of GRPO, RLOO and Dr. GRPO.
+
+    Attributes:
+        leave_one_out: against the other members instead of all.
+        normalize: divide by the standard deviation.
+
+    See :func:`grpo_advantages`. RLOO is ``GroupRelative(leave_one_out=True, normalize=False)``, Dr. GRPO
+    ``GroupRelative(normalize=False)`` with a loss normalised by a constant length.
+    """
+
+    leave_one_out: bool = False
+    normalize: bool = True
+
+    needs = Needs()
+    uses_rewards = True
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
+        return grpo_advantages(
+            inputs.rewards,
+            inputs.group_ids,
+            inputs.valid,
+            leave_one_out=self.leave_one_out,
+            normalize=self.normalize,
+        )
 
 
 def grpo_advantages(
@@ -56,7 +89,7 @@ def grpo_advantages(
         return _whole_group(group, rounding=rounding, normalize=normalize)
 
     rounding = 8 * torch.finfo(rewards.dtype).eps if rewards.is_floating_point() else 0.0
-    return _per_group(rewards, group_ids, valid, of_group)
+    return per_group(rewards, group_ids, valid, of_group)
 
 
 def rloo_advantages(rewards: torch.Tensor, group_ids: Sequence[str], valid: torch.Tensor) -> torch.Tensor:
@@ -78,53 +111,6 @@ def dr_grpo_advantages(rewards: torch.Tensor, group_ids: Sequence[str], valid: t
     Source: Dr. GRPO, arXiv:2503.20783.
     """
     return grpo_advantages(rewards, group_ids, valid, normalize=False)
-
-
-def members_by_group(group_ids: Sequence[str], valid: torch.Tensor) -> dict[str, list[int]]:
-    """Indices of the valid members of each group that has any, in order of first appearance."""
-    members: dict[str, list[int]] = {}
-    for index, (group, keep) in enumerate(zip(group_ids, valid.tolist(), strict=True)):
-        if keep:
-            members.setdefault(group, []).append(index)
-    return members
-
-
-def has_spread(rewards: torch.Tensor) -> bool:
-    """Whether ``[n]`` rewards differ beyond the rounding of their dtype."""
-    if rewards.numel() < 2:
-        return False
-    exact = rewards.double()
-    tolerance = 8 * torch.finfo(rewards.dtype).eps * float(exact.abs().max())
-    return float(exact.max() - exact.min()) > tolerance
-
-
-def _per_group(
-    rewards: torch.Tensor,
-    group_ids: Sequence[str],
-    valid: torch.Tensor,
-    of_group: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    if rewards.ndim != 1 or not rewards.is_floating_point():
-        raise ValueError(
-            f"rewards must be a floating-point vector, got {rewards.dtype} {list(rewards.shape)}"
-        )
-    if valid.shape != rewards.shape or valid.dtype != torch.bool or len(group_ids) != len(rewards):
-        raise ValueError(
-            f"{len(rewards)} rewards need as many group ids and bool flags, got {len(group_ids)} ids and "
-            f"{valid.dtype} {list(valid.shape)}"
-        )
-    exact = rewards.detach().double()
-    broken = (valid & ~torch.isfinite(exact)).nonzero().flatten().tolist()
-    if broken:
-        raise ValueError(
-            f"rewards {broken} are valid but not finite: mark them invalid or repair the verifier"
-        )
-    advantages = torch.zeros_like(exact)
-    for indices in members_by_group(group_ids, valid).values():
-        if len(indices) > 1:
-            where = torch.tensor(indices, device=exact.device)
-            advantages[where] = of_group(exact[where])
-    return advantages.to(rewards.dtype)
 
 
 def _whole_group(group: torch.Tensor, *, rounding: float, normalize: bool) -> torch.Tensor:

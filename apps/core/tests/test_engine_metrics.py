@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rl_app_core.engine_metrics import EngineMetrics, engine_line, engine_summary
 from rl_app_core.run_directory import Summary
-from rl_app_grpo.engine_metrics import EngineMetrics, engine_line, engine_summary
 
 
 class Engine:

@@ -1,4 +1,7 @@
-"""Synchronous GRPO: generate, judge, train, and only then generate again."""
+"""The synchronous loop of every method: generate, judge, learn, and only then generate again.
+
+Read :func:`run_sync` from top to bottom; each step of it is one call.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..batching import build_train_batch
 from ..checkpoint_files import read_json, write_json
 from ..checkpointing import Checkpoint, CheckpointStore
-from ..protocols import MetricsLogger, PolicyGradientLoss, PolicyTrainer, RolloutSource
-from .limits import check_failures, check_loss, check_skipped, is_skipped, why_nothing
-from .rows import rows_for_step
-from .samples import StepSamples, check_rollouts, judge
-from .settings import GRPOSettings
+from ..method import Method
+from ..protocols import MetricsLogger, PolicyTrainer, RolloutSource
+from .collect import Collected, collect
+from .learn import UpdateReport, learn
+from .limits import check_failures, check_method, check_skipped, is_skipped, why_nothing
+from .samples import StepSamples, judge
+from .settings import LoopSettings
 from .state import HeldOut, LoopError, LoopResult, LoopState, StepReport
-from .update import UpdateReport, update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +27,14 @@ POLICY_FOLDER = "policy"
 STATE_FILE = "loop.json"
 
 
-def run_grpo(
+def run_sync(
     *,
-    settings: GRPOSettings,
+    settings: LoopSettings,
+    method: Method,
     rows: Sequence[Any],
     rows_digest: str = "",
     source: RolloutSource,
     policy: PolicyTrainer,
-    loss_fn: PolicyGradientLoss,
     pad_token_id: int,
     evaluate: Callable[[int], Mapping[str, float]] | None = None,
     metrics_logger: MetricsLogger | None = None,
@@ -40,11 +43,11 @@ def run_grpo(
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LoopResult:
-    """Train until ``settings.steps`` are done or a stop is requested.
+    """Train until ``settings.steps`` are done, an evaluation is good enough, or a stop is requested.
 
-    A step: choose rows → rollouts → rewards and advantages → batch → log-probabilities → update(s)
-    → evaluate → log → checkpoint. Which rows a step trains and how it samples depend on the step
-    number and the seed alone, so a resumed run continues exactly as an uninterrupted one.
+    A step: rows → rollouts → rewards → batch → scores → advantages → update(s) → evaluate → log →
+    checkpoint. Which rows a step trains and how it samples depend on the seed, the step number and
+    the rows drawn so far alone, so a resumed run continues exactly as an uninterrupted one.
 
     ``should_stop`` is asked between steps and again after the rollouts, when the step is discarded
     as if it had never begun. A checkpoint is written before the first step (so that a resume repeats
@@ -55,10 +58,10 @@ def run_grpo(
     measurement logged as an entry of its own.
 
     Args:
+        method: how rollouts become updates.
         rows: what the rollout source understands; order and content must be the same on a resume.
         rows_digest: of the rows, whatever the caller computes (SHA-256 of their file, say). Stored
             in each checkpoint; a resume with another one is refused. Empty: not compared.
-        loss_fn: its needs (previous and reference log-probabilities) decide what is scored.
         evaluate: numbers about held-out rows after the given number of steps.
         checkpoints: where to write; each holds the policy and this loop's state.
         resume_from: a checkpoint of ``checkpoints`` to continue from; loads the policy.
@@ -70,7 +73,7 @@ def run_grpo(
             checkpoint stays loadable.
         CheckpointError: a checkpoint that cannot be written or read.
     """
-    check_loss(settings, loss_fn)
+    check_method(settings, method)
     identity: dict[str, int | str] = {
         "rows": len(rows),
         "rows_digest": rows_digest,
@@ -85,35 +88,41 @@ def run_grpo(
     if evaluate is not None and not state.held_out and not should_stop():
         _measure_between_steps(evaluate, state, metrics_logger)
     if checkpoints is not None and written is None:
-        _write_checkpoint(checkpoints, policy, state, identity)
+        _write_checkpoint(checkpoints, policy, state, settings, identity)
         written = state.step
 
-    for step in range(state.step + 1, settings.steps + 1):
+    while state.step < settings.steps and not _reached(state, settings) and _rows_left(state, rows, settings):
+        step = state.step + 1
         if should_stop():
             stopped = True
             break
 
         began = time.perf_counter()
-        chosen = rows_for_step(
-            step, row_count=len(rows), rows_per_step=settings.prompts_per_step, seed=settings.seed
+        collected = collect(
+            source, rows, settings, position=state.rows_drawn, step=step, should_stop=should_stop
         )
-        rollouts = source.rollouts([rows[i] for i in chosen], group_size=settings.group_size, step=step)
         seconds_generation = time.perf_counter() - began
-        if should_stop():
+        if collected is None:
             stopped = True
             break
 
-        check_rollouts(rollouts, row_count=len(chosen), group_size=settings.group_size, step=step)
-        samples = judge(rollouts, settings, step)
+        samples = judge(
+            collected.rollouts,
+            settings,
+            step,
+            left_out=collected.left_out,
+            uses_rewards=method.advantage.uses_rewards,
+        )
         check_failures(samples, settings, step)
         began = time.perf_counter()
-        update = _train(samples, settings, policy, loss_fn, pad_token_id=pad_token_id, step=step)
+        update = learn(samples, method, settings, policy, pad_token_id=pad_token_id, step=step)
         seconds_training = time.perf_counter() - began
 
         skipped = is_skipped(samples, update, settings)
-        _advance(state, samples, step, seconds_generation, seconds_training, skipped=skipped)
+        _advance(state, collected, samples, seconds_generation, seconds_training, skipped=skipped)
         metrics = {
             **samples.metrics(settings),
+            **collected.metrics(),
             **update.metrics,
             "updates": float(update.updates),
             "skipped": float(skipped),
@@ -121,45 +130,44 @@ def run_grpo(
             "seconds_generation": seconds_generation,
             "seconds_training": seconds_training,
         }
-        if evaluate is not None and _due(step, settings.evaluate_every, settings.steps):
+        last = step == settings.steps or not _rows_left(state, rows, settings)
+        if evaluate is not None and (last or _due(step, settings.evaluate_every)):
             metrics |= _evaluate(evaluate, state)
         if metrics_logger is not None:
             metrics_logger.log(step, metrics)
         if on_step is not None:
-            on_step(_report(step, metrics, samples))
+            on_step(_report(step, metrics, samples, update))
         check_skipped(state, samples, settings)
-        if checkpoints is not None and _due(step, settings.checkpoint_every, settings.steps):
-            _write_checkpoint(checkpoints, policy, state, identity)
+        last = last or _reached(state, settings)
+        if checkpoints is not None and (last or _due(step, settings.checkpoint_every)):
+            _write_checkpoint(checkpoints, policy, state, settings, identity)
             written = step
 
     if evaluate is not None and not stopped and all(entry.step != state.step for entry in state.held_out):
         _measure_between_steps(evaluate, state, metrics_logger)
     if stopped and checkpoints is not None and written != state.step:
-        _write_checkpoint(checkpoints, policy, state, identity)
-    return state.result(stopped=stopped)
+        _write_checkpoint(checkpoints, policy, state, settings, identity)
+    return state.result(stopped=stopped, reached=_reached(state, settings))
 
 
-def _train(
-    samples: StepSamples,
-    settings: GRPOSettings,
-    policy: PolicyTrainer,
-    loss_fn: PolicyGradientLoss,
-    *,
-    pad_token_id: int,
-    step: int,
-) -> UpdateReport:
-    if not samples.trained.any():
-        return UpdateReport(0, {})
-    batch = build_train_batch(samples.trajectories, samples.advantages, samples.trained, pad_token_id)
-    return update_policy(
-        policy,
-        loss_fn,
-        batch,
-        updates=settings.updates_per_step,
-        learning_rate=settings.schedule(step),
-        step=step,
-        seed=settings.seed,
-    )
+def _reached(state: LoopState, settings: LoopSettings) -> bool:
+    score = _score(state, settings)
+    return settings.stop_at is not None and score is not None and score >= settings.stop_at
+
+
+def _score(state: LoopState, settings: LoopSettings) -> float | None:
+    """The newest evaluation's ``stop_metric``, if it is of this very step."""
+    newest = state.held_out[-1] if state.held_out else None
+    if newest is None or newest.step != state.step:
+        return None
+    return newest.metrics.get(settings.stop_metric)
+
+
+def _rows_left(state: LoopState, rows: Sequence[Any], settings: LoopSettings) -> bool:
+    """Whether the epochs hold another whole step."""
+    if settings.max_epochs is None:
+        return True
+    return state.rows_drawn + settings.prompts_per_step <= settings.max_epochs * len(rows)
 
 
 def _evaluate(evaluate: Callable[[int], Mapping[str, float]], state: LoopState) -> dict[str, float]:
@@ -180,14 +188,15 @@ def _measure_between_steps(
 
 def _advance(
     state: LoopState,
+    collected: Collected,
     samples: StepSamples,
-    step: int,
     seconds_generation: float,
     seconds_training: float,
     *,
     skipped: bool,
 ) -> None:
-    state.step = step
+    state.step += 1
+    state.rows_drawn += collected.rows_drawn
     state.tokens += samples.tokens
     state.seconds_generation += seconds_generation
     state.seconds_training += seconds_training
@@ -199,22 +208,24 @@ def _advance(
     state.skipped_steps += 1
     state.skipped_in_a_row += 1
     if state.skipped_in_a_row == 1:
-        logger.warning("step %d trains nothing: %s", step, why_nothing(samples))
+        logger.warning("step %d trains nothing: %s", state.step, why_nothing(samples))
 
 
-def _report(step: int, metrics: Mapping[str, float], samples: StepSamples) -> StepReport:
+def _report(
+    step: int, metrics: Mapping[str, float], samples: StepSamples, update: UpdateReport
+) -> StepReport:
     return StepReport(
         step=step,
         metrics=metrics,
         trajectories=samples.trajectories,
         failures=samples.failures,
-        advantages=samples.advantages,
+        advantages=update.advantages,
         trained=samples.trained,
     )
 
 
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | None) -> None:
@@ -227,9 +238,13 @@ def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | 
 
 
 def _write_checkpoint(
-    checkpoints: CheckpointStore, policy: PolicyTrainer, state: LoopState, identity: Mapping[str, int | str]
+    checkpoints: CheckpointStore,
+    policy: PolicyTrainer,
+    state: LoopState,
+    settings: LoopSettings,
+    identity: Mapping[str, int | str],
 ) -> None:
-    with checkpoints.write(state.step) as folder:
+    with checkpoints.write(state.step, score=_score(state, settings)) as folder:
         (folder / POLICY_FOLDER).mkdir()
         policy.save(folder / POLICY_FOLDER)
         write_json(folder / STATE_FILE, {"run": dict(identity), "state": state.to_json()})

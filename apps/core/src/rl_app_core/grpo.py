@@ -1,28 +1,59 @@
-"""From the configuration to the loss and the loop that it describes."""
+"""GRPO and its relatives: from the configuration to the method and the loop that it describes."""
 
 from __future__ import annotations
 
-from rl_algorithms.loops import GRPOSettings
+from contextlib import nullcontext
+
+from rl_algorithms.advantages import GroupRelative
+from rl_algorithms.loops import LoopSettings
 from rl_algorithms.losses import ClippedPGLoss
 from rl_algorithms.losses.normalization import LossError
+from rl_algorithms.method import Method
 from rl_algorithms.rewards import OverlongPenalty, RewardError, RewardShaping
-from rl_app_core.config import ConfigError, RunConfig
+
+from .config import ConfigError, GRPOConfig
+from .job import Trainer
 
 
-def check_settings(config: RunConfig) -> None:
+def grpo_trainer(config: GRPOConfig) -> Trainer:
+    """What the shared job trains by.
+
+    Raises:
+        ConfigError: see :func:`check_settings`.
+    """
+    check_settings(config)
+    return Trainer("grpo", loop_settings(config), lambda runtime: nullcontext(method(config)))
+
+
+def check_settings(config: GRPOConfig) -> None:
     """Refuse combinations that the loss or the loop refuses.
 
     Raises:
         ConfigError: naming what does not go together.
     """
     try:
-        policy_loss(config)
+        method(config)
         loop_settings(config)
     except (LossError, RewardError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error
 
 
-def policy_loss(config: RunConfig) -> ClippedPGLoss:
+def method(config: GRPOConfig) -> Method:
+    """Advantage and loss that the configuration describes."""
+    algorithm = config.algorithm
+    if algorithm.leave_one_out and algorithm.advantage != "grpo":
+        raise ValueError(
+            f"leave_one_out belongs to advantage=grpo, not to {algorithm.advantage}; leave it out"
+        )
+    advantages = {
+        "grpo": GroupRelative(leave_one_out=algorithm.leave_one_out, normalize=algorithm.normalize),
+        "rloo": GroupRelative(leave_one_out=True, normalize=False),
+        "dr_grpo": GroupRelative(normalize=False),
+    }
+    return Method(advantages[algorithm.advantage], policy_loss(config))
+
+
+def policy_loss(config: GRPOConfig) -> ClippedPGLoss:
     """The loss that the configuration describes."""
     algorithm = config.algorithm
     return ClippedPGLoss(
@@ -41,10 +72,10 @@ def policy_loss(config: RunConfig) -> ClippedPGLoss:
     )
 
 
-def loop_settings(config: RunConfig) -> GRPOSettings:
+def loop_settings(config: GRPOConfig) -> LoopSettings:
     """The loop that the configuration describes."""
     algorithm = config.algorithm
-    return GRPOSettings(
+    return LoopSettings(
         steps=algorithm.steps,
         prompts_per_step=algorithm.prompts_per_step,
         group_size=algorithm.group_size,
@@ -54,9 +85,6 @@ def loop_settings(config: RunConfig) -> GRPOSettings:
         learning_rate_floor=algorithm.final_share,
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpointing.every,
-        advantage=algorithm.advantage,
-        normalize=algorithm.normalize,
-        leave_one_out=algorithm.leave_one_out,
         updates_per_step=algorithm.updates_per_step,
         shaping=reward_shaping(config),
         shuffle_rewards=algorithm.shuffle_rewards,
@@ -69,7 +97,7 @@ def loop_settings(config: RunConfig) -> GRPOSettings:
     )
 
 
-def reward_shaping(config: RunConfig) -> RewardShaping:
+def reward_shaping(config: GRPOConfig) -> RewardShaping:
     """What the configuration does to rewards."""
     rewards = config.rewards
     overlong = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rl_algorithms.protocols import MetricsLogger
-from rl_app_core.rollout_engine import RolloutEngine
-from rl_app_core.run_directory import Summary
+
+from .rollout_engine import RolloutEngine
+from .run_directory import Summary
 
 
 class EngineMetrics:

@@ -1,0 +1,199 @@
+"""The training half of a step: scores, advantages, mini-batches, optimizer updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..advantages.base import AdvantageInputs
+from ..batching import TrainBatch, build_train_batch
+from ..method import Method
+from ..needs import Needs
+from ..protocols import PolicyLoss, PolicyTrainer
+from .rows import seeded_permutation
+from .samples import StepSamples
+from .settings import LoopSettings
+from .state import LoopError
+
+_MINIBATCH_KEY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What the updates of one step did.
+
+    Attributes:
+        updates: how many there were.
+        metrics: ready to log.
+        advantages: ``[N]`` float64, of each rollout; the mean over its sampled tokens where they differ.
+    """
+
+    updates: int
+    metrics: dict[str, float]
+    advantages: torch.Tensor
+
+
+def learn(
+    samples: StepSamples,
+    method: Method,
+    settings: LoopSettings,
+    policy: PolicyTrainer,
+    *,
+    pad_token_id: int,
+    step: int,
+) -> UpdateReport:
+    """Batch, scores, advantages and updates of one step; no update where no sample is trained.
+
+    Raises:
+        LoopError, Exception: see :func:`update_policy`.
+    """
+    if not samples.trained.any():
+        return UpdateReport(0, {}, torch.zeros(len(samples.trajectories), dtype=torch.float64))
+    batch = build_train_batch(
+        samples.trajectories, torch.zeros(len(samples.trajectories)), samples.trained, pad_token_id
+    )
+    batch = _asked_of_the_teacher(batch, samples, method)
+    batch = _scored(batch, policy, method.advantage.needs)
+    batch = batch.with_advantages(_advantages(batch, samples, method))
+    report = update_policy(
+        policy,
+        method.loss,
+        batch,
+        updates=settings.updates_per_step,
+        learning_rate=settings.schedule(step),
+        step=step,
+        seed=settings.seed,
+    )
+    return UpdateReport(report.updates, report.metrics, _per_rollout(batch))
+
+
+def _asked_of_the_teacher(batch: TrainBatch, samples: StepSamples, method: Method) -> TrainBatch:
+    teacher, needs = method.teacher, method.needs
+    if teacher is None or not needs.asks_teacher:
+        return batch
+    agents = [trajectory.agent for trajectory in samples.trajectories]
+    if needs.teacher:
+        batch = batch.with_logprobs(teacher=teacher.logprobs(batch, agents))
+    if needs.teacher_topk:
+        batch = batch.with_teacher_topk(*teacher.topk_logprobs(batch, agents, needs.teacher_topk))
+    return batch
+
+
+def _advantages(batch: TrainBatch, samples: StepSamples, method: Method) -> torch.Tensor:
+    inputs = AdvantageInputs(
+        rewards=samples.shaped,
+        group_ids=samples.group_ids,
+        valid=samples.valid,
+        batch=batch,
+        components=samples.components,
+    )
+    advantages = method.advantage(inputs)
+    if method.overrides:
+        whole = batch.with_advantages(advantages).token_advantages
+        advantages = method.overrides(whole, samples.trajectories) * samples.valid.unsqueeze(1)
+    if method.advantage_clip is not None:
+        advantages = advantages.clamp(-method.advantage_clip, method.advantage_clip)
+    return advantages
+
+
+def _per_rollout(batch: TrainBatch) -> torch.Tensor:
+    if batch.advantages.ndim == 1:
+        return batch.advantages.double()
+    sampled = batch.token_mask
+    return torch.where(sampled, batch.token_advantages, 0.0).double().sum(1) / sampled.sum(1).clamp(min=1)
+
+
+def update_policy(
+    policy: PolicyTrainer,
+    loss_fn: PolicyLoss,
+    batch: TrainBatch,
+    *,
+    updates: int,
+    learning_rate: float,
+    step: int,
+    seed: int,
+) -> UpdateReport:
+    """Score every mini-batch under the weights of the step's start, then train them in turn.
+
+    Metrics: ``loss`` and ``grad_norm`` are means over the updates; ``first_ratio_min`` and
+    ``first_ratio_max`` belong to the first update, where the ratio must be 1; the loss's other
+    metrics are those of the last update; ``logprob_gap_mean`` and ``logprob_gap_max``, of
+    abs(policy − engine) in nats, and ``engine_ratio_mean``, ``engine_ratio_min`` and ``engine_ratio_max``,
+    of exp(policy − engine), compare engine and policy over every trained token of the step.
+
+    Raises:
+        LoopError: loss or gradient norm is not finite.
+        Exception: whatever the policy raises, with a note that names step and update.
+    """
+    minibatches = _minibatches(batch, loss_fn, updates=updates, step=step, seed=seed)
+    scored = [_scored(part, policy, loss_fn.needs) for part in minibatches]
+    reports: list[dict[str, float]] = []
+    for part in scored:
+        try:
+            report = policy.train(part, loss_fn, learning_rate=learning_rate)
+        except Exception as error:
+            error.add_note(f"step {step}, update {len(reports) + 1}: the policy failed to train")
+            raise
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(report[name]):
+                raise LoopError(
+                    f"step {step}, update {len(reports) + 1}: {name} is {report[name]}; the weights are no "
+                    "longer to be trusted: resume from the last checkpoint with a lower learning rate"
+                )
+        reports.append(report)
+    if not reports:
+        return UpdateReport(0, {}, batch.advantages)
+    metrics = dict(reports[-1])
+    for name in ("loss", "grad_norm"):
+        metrics[name] = sum(report[name] for report in reports) / len(reports)
+    for name in ("ratio_min", "ratio_max"):
+        if name in reports[0]:
+            metrics[f"first_{name}"] = reports[0][name]
+    return UpdateReport(len(reports), metrics | _engine_gap(scored), batch.advantages)
+
+
+def _minibatches(
+    batch: TrainBatch, loss_fn: PolicyLoss, *, updates: int, step: int, seed: int
+) -> list[TrainBatch]:
+    parts = [batch]
+    if updates > 1:
+        order = seeded_permutation(len(batch), seed, step, _MINIBATCH_KEY)
+        parts = [
+            batch.select(sorted(chunk.tolist())).with_own_denominators()
+            for chunk in np.array_split(order, updates)
+        ]
+    keep = loss_fn.trains_zero_advantage_rows
+    moving = [part.without_zero_gradient_rows(keep_zero_advantages=keep) for part in parts]
+    return [part for part in moving if len(part)]
+
+
+def _scored(batch: TrainBatch, policy: PolicyTrainer, needs: Needs) -> TrainBatch:
+    """The batch with the policy's own numbers that are needed and not there yet."""
+    prev = needs.prev and batch.prev_logprobs is None
+    reference = needs.reference and batch.reference_logprobs is None
+    return batch.with_logprobs(
+        prev=policy.logprobs(batch) if prev else None,
+        reference=policy.reference_logprobs(batch) if reference else None,
+    )
+
+
+def _engine_gap(batches: list[TrainBatch]) -> dict[str, float]:
+    differences = [
+        (batch.prev_logprobs - batch.generation_logprobs)[batch.loss_mask]
+        for batch in batches
+        if batch.prev_logprobs is not None
+    ]
+    if not differences:
+        return {}
+    difference = torch.cat(differences).double()
+    gap, ratio = difference.abs(), difference.exp()
+    return {
+        "logprob_gap_mean": float(gap.mean()),
+        "logprob_gap_max": float(gap.max()),
+        "engine_ratio_mean": float(ratio.mean()),
+        "engine_ratio_min": float(ratio.min()),
+        "engine_ratio_max": float(ratio.max()),
+    }
