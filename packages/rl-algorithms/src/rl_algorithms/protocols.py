@@ -92,7 +92,7 @@ class Teacher(Protocol):
         ...
 
     def topk_logprobs(self, batch: Batch, agents: Sequence[str], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B, S, k]`` log-probabilities (float32), ids (int64) of its k most likely tokens; column 0 is 0."""
+        """``[B, S, k]`` float32 log-probabilities and int64 ids of its top k tokens; column 0 is 0."""
         ...
 
 
