@@ -1,7 +1,8 @@
 """Losses: picklable settings that are called with a view of the model's output and a batch."""
 
 from .clipped_pg import ClippedPGLoss
+from .distillation import DistillationLoss
 from .normalization import LossError
 from .sft import SFTLoss
 
-__all__ = ["ClippedPGLoss", "LossError", "SFTLoss"]
+__all__ = ["ClippedPGLoss", "DistillationLoss", "LossError", "SFTLoss"]
