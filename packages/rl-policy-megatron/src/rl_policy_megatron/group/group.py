@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from ..microbatch import Batch
 
 # Between these two calls the ranks' weights must not change, and their collectives belong to the refit.
-_IN_A_REFIT = frozenset({"begin", "next_bucket", "end", "weight_version", "peak_memory_mb"})
+_IN_A_REFIT = frozenset(
+    {"begin", "next_bucket", "end", "weight_version", "updates", "is_whole", "peak_memory_mb"}
+)
 
 
 class MegatronPolicyGroup:
     """A :class:`~rl_policy_megatron.MegatronPolicy` over the ranks of a world, each in a Ray actor.
 
-    Every call goes to all ranks at once and returns when all have answered. What the policy refuses on all
-    ranks alike, such as a broken batch or a loss function that raises, is raised as :class:`MegatronPolicy`
-    raises it, and the group goes on. Any other failure is a :class:`RankError`, the first real one, and all
-    ranks are ended: one has died or hangs, or they may have lost their lockstep or parts of an update. Calls
-    from several threads reach all ranks in one order.
+    Every call goes to all ranks at once and returns when all have answered. What all ranks give up together
+    is raised as :class:`MegatronPolicy` raises it, and the group goes on: a broken batch, a loss function
+    that raises, be it on one rank only. Two such failures are a :class:`RankError` and the group goes on as
+    well: a loss function that asked for other numbers on one rank than on another, and an exception that
+    does not survive pickling. Any other failure is a :class:`RankError`, the first real one, and all ranks
+    are ended: one has died or hangs, or they may have lost their lockstep or parts of an update. Calls from
+    several threads reach all ranks in one order.
 
     Args:
         ranks: what they are built from.
@@ -109,6 +113,16 @@ class MegatronPolicyGroup:
         """How many updates have made the present weights."""
         return self._call("weight_version")
 
+    @property
+    def updates(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.updates`; asks the ranks."""
+        return self._call("updates")
+
+    @property
+    def is_whole(self) -> bool:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.is_whole`; asks the ranks."""
+        return all(self._call_all("is_whole"))
+
     def peak_memory_mb(self) -> float:
         """Largest resident sizes of the ranks so far, added, in MiB."""
         return sum(self._call_all("peak_memory_mb"))
@@ -180,10 +194,7 @@ class MegatronPolicyGroup:
         Raises:
             RuntimeStateError: a refit is under way, or the ranks' settings name no source of weights.
         """
-        if not self._has_source:
-            raise RuntimeStateError(
-                "policy: there is nobody to hand weights to; give RankSettings a weight_source"
-            )
+        self._require_source()
         self._refitting, before = True, self._refitting
         if before:
             raise RuntimeStateError("policy: begin was called during a refit; call end first")
@@ -197,7 +208,14 @@ class MegatronPolicyGroup:
             raise
 
     def next_bucket(self) -> Any:
-        """The next part of the refit; ``None`` after the last."""
+        """The next part of the refit; ``None`` after the last.
+
+        Raises:
+            RuntimeStateError: no refit is under way, or the ranks' settings name no source of weights.
+        """
+        self._require_source()
+        if not self._refitting:
+            raise RuntimeStateError("policy: next_bucket was called outside a refit; call begin first")
         return self._call("next_bucket")
 
     def end(self) -> None:
@@ -211,24 +229,35 @@ class MegatronPolicyGroup:
         """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`; the ranks must reach the directory."""
         self._call("export_hf", str(Path(directory).resolve()))
 
-    def save(self, directory: Path | str) -> None:
-        """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory."""
-        self._call("save", str(Path(directory).resolve()))
+    def save(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory.
 
-    def save_async(self, directory: Path | str) -> PendingGroupSave:
+        Of the notes ``weight_version`` is the group's own.
+        """
+        self._call("save", str(Path(directory).resolve()), notes)
+
+    def save_async(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> PendingGroupSave:
         """See :meth:`rl_policy_megatron.MegatronPolicy.save_async`: the ranks copy now and write later.
 
         A save that is still under way at :meth:`shutdown` is waited for, ``shutdown_timeout_s`` at most.
         """
         self._saves += 1
         number, target = self._saves, Path(directory).resolve()
-        self._call("save_async", str(target), number)
+        self._call("save_async", str(target), number, notes)
         self._saving = PendingGroupSave(self._ranks, number, target, self._settings.call_timeout_s)
         return self._saving
 
-    def load(self, directory: Path | str) -> None:
-        """See :meth:`rl_policy_megatron.MegatronPolicy.load`; the ranks must reach the directory."""
-        self._call("load", str(Path(directory).resolve()))
+    def load(self, directory: Path | str, *, verify: bool | None = None) -> dict[str, Any]:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.load`; the ranks must reach the directory.
+
+        Args:
+            directory: that was saved into.
+            verify: compare the files with their digests; None is the ranks' ``verify_loads``.
+
+        Returns:
+            The notes that were saved, without the group's own.
+        """
+        return self._call("load", str(Path(directory).resolve()), verify)
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +284,12 @@ class MegatronPolicyGroup:
                 saving.settle(self._settings.shutdown_timeout_s)
         finally:
             self._ranks.shutdown()
+
+    def _require_source(self) -> None:
+        if not self._has_source:
+            raise RuntimeStateError(
+                "policy: there is nobody to hand weights to; give RankSettings a weight_source"
+            )
 
     def _fact(self, name: str) -> int:
         if name not in self.description:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from ..errors import CheckpointError, RuntimeStateError
 from ..refusals import is_agreed, is_own, marked
 from ..settings import OptimizerSettings
 from .lockstep import FollowingSide, LeadingSide, RefitSide
+from .portable import portable
 from .processes import ProcessPlace
 from .rendezvous import LOOPBACK, Rendezvous, join, leave, serve
 from .reports import SaveOutcome, Standing
@@ -63,7 +64,9 @@ class PolicyRank:
         except Exception as error:
             # Alone there is nobody to agree with.
             self._failed[number] = self._settings.world == 1 or is_agreed(error), is_own(error)
-            raise
+            if (sent := portable(error, method)) is error:
+                raise
+            raise sent from error
 
     def standing(self, number: int) -> Standing:
         """What became of this rank in a call that failed."""
@@ -127,6 +130,14 @@ class PolicyRank:
     def weight_version(self) -> int:
         """How many updates have made the present weights."""
         return self._version
+
+    def updates(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.updates`."""
+        return self.policy.updates
+
+    def is_whole(self) -> bool:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.is_whole`."""
+        return self.policy.is_whole
 
     def peak_memory_mb(self) -> float:
         """Largest resident size of this process so far, in MiB."""
@@ -223,13 +234,14 @@ class PolicyRank:
         """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`."""
         self.policy.export_hf(Path(directory))
 
-    def save(self, directory: str) -> None:
-        """Write the policy's state and the weights' version into ``directory``."""
-        self.policy.save(Path(directory), {_VERSION: self._version})
+    def save(self, directory: str, notes: Mapping[str, Any] | None = None) -> None:
+        """Write the policy's state, the weights' version and ``notes`` into ``directory``."""
+        self.policy.save(Path(directory), {**(notes or {}), _VERSION: self._version})
 
-    def save_async(self, directory: str, number: int) -> None:
+    def save_async(self, directory: str, number: int, notes: Mapping[str, Any] | None = None) -> None:
         """As :meth:`save`, in the background; :meth:`saved` tells how far it is."""
-        self._saves[number] = self.policy.save_async(Path(directory), {_VERSION: self._version})
+        told = {**(notes or {}), _VERSION: self._version}
+        self._saves[number] = self.policy.save_async(Path(directory), told)
 
     def saved(self, number: int) -> SaveOutcome:
         """How far the save of this number is; once it has ended, it is told once."""
@@ -242,11 +254,21 @@ class PolicyRank:
             return SaveOutcome(True, str(error), not is_own(error))
         return SaveOutcome(ended=True)
 
-    def load(self, directory: str) -> None:
-        """Restore what :meth:`save` wrote; a version that is not there is the number of updates."""
+    def load(self, directory: str, verify: bool | None = None) -> dict[str, Any] | None:
+        """Restore what :meth:`save` wrote; a version that is not there is the number of updates.
+
+        Args:
+            directory: that was saved into.
+            verify: compare the files with their digests; None is the settings' ``verify_loads``.
+
+        Returns:
+            The notes that were saved, the version apart.
+        """
         policy = self.policy
-        notes = policy.load(Path(directory), verify=self._settings.verify_loads)
-        self._version = int(notes.get(_VERSION, policy.updates))
+        checked = self._settings.verify_loads if verify is None else verify
+        notes = policy.load(Path(directory), verify=checked)
+        self._version = int(notes.pop(_VERSION, policy.updates))
+        return self._led(notes)
 
     def shutdown(self) -> None:
         """Release the policy and leave the world; idempotent."""
