@@ -12,6 +12,7 @@ import torch
 
 from ..errors import RuntimeStateError
 from ..settings import OptimizerSettings
+from .preflight import refuse_misfit
 from .rank import PolicyRank
 from .ranks import Ranks
 from .saving import PendingGroupSave
@@ -50,6 +51,8 @@ class MegatronPolicyGroup:
 
     Raises:
         RuntimeStateError: this process has not joined a Ray cluster.
+        ModelDirectoryError: config.json is broken.
+        UnsupportedModelError: the model cannot be trained, or not in this layout; no rank was started.
         RankError: a rank did not start; names it and the cause. Nothing is left.
         rl_actor_envs.errors.ActorEnvironmentError: the environment of the ranks is not built.
     """
@@ -67,8 +70,10 @@ class MegatronPolicyGroup:
                 "which needs none"
             )
         self._settings = settings or GroupSettings()
+        refuse_misfit(ranks, self._settings)
         self._has_source = ranks.weight_source is not None
         self._refitting = False
+        self._streams = 0
         self._saves = 0
         self._saving: PendingGroupSave | None = None
         self.description: dict[str, Any] = {}
@@ -182,10 +187,12 @@ class MegatronPolicyGroup:
         For looking at them, and for engines in this process; elsewhere a refit is faster.
 
         Raises:
-            RuntimeStateError: the weights changed on the way.
+            RuntimeStateError: the weights changed on the way, or another stream was begun.
         """
-        self._call("begin_reading")
-        while (item := self._call("read_weight")) is not None:
+        self._streams += 1
+        number = self._streams
+        self._call("begin_reading", number)
+        while (item := self._call("read_weight", number)) is not None:
             yield item
 
     def begin(self, transport: Any) -> Any:

@@ -52,7 +52,7 @@ class PolicyRank:
         self._made: MegatronPolicy | None = None
         self._spec: tuple[WeightSpec, ...] | None = None
         self._refit: RefitSide | None = None
-        self._reading: tuple[int, Iterator[tuple[str, torch.Tensor]]] = 0, iter(())
+        self._reading: tuple[int, int, Iterator[tuple[str, torch.Tensor]]] = 0, 0, iter(())
         # By the driver's number of the call.
         self._failed: dict[int, tuple[bool, bool]] = {}
         self._saves: dict[int, PendingSave] = {}
@@ -190,17 +190,23 @@ class PolicyRank:
         """See :meth:`rl_policy_megatron.MegatronPolicy.refit_spec`."""
         return self._led(self._announced())
 
-    def begin_reading(self) -> None:
-        """Start to hand the weights to the driver, one at each :meth:`read_weight`."""
-        self._reading = self._version, self.policy.stream_weights()
+    def begin_reading(self, number: int) -> None:
+        """Start to hand the weights to the driver, one at each :meth:`read_weight` of the same number."""
+        self._reading = number, self._version, self.policy.stream_weights()
 
-    def read_weight(self) -> tuple[str, torch.Tensor] | None:
+    def read_weight(self, number: int) -> tuple[str, torch.Tensor] | None:
         """The next name and tensor, copied; ``None`` after the last.
 
         Raises:
-            RuntimeStateError: the weights are others than when it began.
+            RuntimeStateError: another stream was begun, or the weights are others than when it began.
         """
-        version, stream = self._reading
+        latest, version, stream = self._reading
+        if latest != number:
+            raise marked(
+                RuntimeStateError(
+                    "stream_weights: another one was begun before this was at its end; read one at a time"
+                )
+            )
         if version != self._version:
             raise marked(
                 RuntimeStateError(
