@@ -144,6 +144,7 @@ def _accumulated(policy: Any, micro_batches: Sequence[Any], loss_fn: Callable[..
     with pytest.MonkeyPatch.context() as patch:
         whole = _Given(micro_batches)
         patch.setattr(schedule, "check_batch", lambda *_: None)
+        patch.setattr(schedule, "selected", lambda batch, rows: batch.select(rows))
         patch.setattr(schedule, "plan_micro_batches", lambda *_a, ranks, **_k: [[[0], [1]]] * ranks)
         return policy.gradients(whole, loss_fn)
 

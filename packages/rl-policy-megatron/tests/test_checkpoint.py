@@ -156,7 +156,7 @@ _NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda at: (at / "policy.json").unlink(), "policy.json"),
     "broken manifest": (lambda at: (at / "policy.json").write_text("{"), "JSON"),
-    "other format": (lambda at: _edit_manifest(at / "policy.json", format=3), "format 3"),
+    "other format": (lambda at: _edit_manifest(at / "policy.json", format=4), "format 4"),
     "manifest without steps": (lambda at: _edit_manifest(at / "policy.json", steps=None), "complete"),
     "no optimizer": (lambda at: (_file(at, "optimizer")).unlink(), "optimizer-00-00.safetensors"),
     "truncated weights": (lambda at: _truncate(_file(at, "weights")), "weights-00-00.safetensors"),

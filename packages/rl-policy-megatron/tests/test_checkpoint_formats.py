@@ -28,7 +28,7 @@ def test_h9_format_1_still_loads(tmp_path: Path) -> None:
         policy.load(FORMAT_1 / "checkpoint")
         policy.save(tmp_path / "again")
     manifest = json.loads((tmp_path / "again" / "policy.json").read_text())
-    assert (manifest["format"], manifest["steps"]) == (2, 2)
+    assert (manifest["format"], manifest["steps"]) == (3, 2)
     assert manifest["optimizer"]["weight_decay"] == 0.1
     for group in GROUPS:
         old = load_file(FORMAT_1 / "checkpoint" / f"{group}.safetensors")
@@ -62,12 +62,26 @@ def test_h9_checkpoints_from_before_digests_load_and_so_do_their_notes(
     def older(content: dict[str, Any]) -> None:
         for key in ("sha256", "digests", "notes"):
             del content[key]
+        content["format"] = 2
 
     _edit_manifest(directory, older)
     (directory / "worker.json").write_text('{"weight_version": 5}')
     other = policy_of("qwen3-tied")
     assert other.load(directory) == {"weight_version": 5}
     assert other.updates == policy.updates == 1
+
+
+@pytest.mark.parametrize("lost", [["sha256"], ["sha256", "digests"]])
+def test_a_manifest_that_lost_its_digest_is_damaged(
+    lost: list[str], saved: tuple[Any, Path], policy_of: Callable[..., Any]
+) -> None:
+    def lose(content: dict[str, Any]) -> None:
+        for key in lost:
+            del content[key]
+
+    _edit_manifest(saved[1], lose)
+    with pytest.raises(CheckpointError, match="its own digest is missing"):
+        policy_of("qwen3-tied").load(saved[1])
 
 
 def _edit_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -98,6 +112,7 @@ def test_tensors_are_found_in_whichever_file_has_them(
         manifest["files"][group] = [f"{group}-{number:02d}-00.safetensors" for number in range(3)]
     # As before there were any.
     del manifest["sha256"], manifest["digests"]
+    manifest["format"] = 2
     (directory / "policy.json").write_text(json.dumps(manifest))
     other = policy_of("qwen3-tied")
     other.load(directory)

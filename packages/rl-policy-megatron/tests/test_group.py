@@ -214,6 +214,14 @@ def test_a_refit_gathers_what_ranks_split_and_may_stop_anywhere_and_a_failing_lo
     close(group.logprobs(batch), alone.logprobs(batch))
     group.train(batch, TokenMean(), learning_rate=1e-2)
     alone.train(batch, TokenMean(), learning_rate=1e-2)
+    # Half of it, and nobody says that it is over.
+    group.begin("by value")
+    group.next_bucket()
+    with pytest.raises(RuntimeStateError, match="train was called during a refit; call end first"):
+        group.train(batch, TokenMean(), learning_rate=1e-2)
+    group.end()
+    for policy in (group, alone):
+        policy.train(batch, TokenMean(), learning_rate=1e-2)
     handed = weights(group)
     for name, tensor in alone.stream_weights():
         close(handed[name], tensor)
@@ -223,8 +231,14 @@ def test_a_refit_gathers_what_ranks_split_and_may_stop_anywhere_and_a_failing_lo
     reading = group.stream_weights()
     next(reading)
     group.train(batch, TokenMean(), learning_rate=0.0)
-    with pytest.raises(RuntimeStateError, match="version 1 of the weights and they are of version 2"):
+    with pytest.raises(RuntimeStateError, match="version 2 of the weights and they are of version 3"):
         next(reading)
+    dropped = group.stream_weights()
+    next(dropped)
+    again = dict(group.stream_weights())
+    assert again.keys() == handed.keys()
+    with pytest.raises(RuntimeStateError, match="read one at a time"):
+        next(dropped)
     before = group.logprobs(batch)
     with pytest.raises(ZeroDivisionError, match="the denominator of row 3 is 0") as caught:
         group.train(batch, TokenMean(failing=1), learning_rate=1e-2)

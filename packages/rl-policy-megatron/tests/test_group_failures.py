@@ -191,6 +191,18 @@ def test_a_rank_that_hangs_is_told_by_the_deadline(start: Callable[..., Doubles]
     assert seconds < 10
 
 
+def test_a_rank_that_hangs_is_blamed_and_not_the_one_that_has_waited_for_it(
+    start: Callable[..., Doubles],
+) -> None:
+    """In gloo's own words the one that waits has failed, and the other has closed nothing."""
+    error, seconds = failed(start(ranks=replace(RANKS, collective_timeout_s=3.0)), Deed(1, "sleep"))
+    assert str(error).startswith(
+        "rank 1 of 2 did not answer within collective_timeout_s=3 s while rank 0 waited in train; "
+    )
+    assert (error.rank, error.call, error.answered) == (1, "train", False)
+    assert seconds < 20
+
+
 def test_a_rank_that_does_not_come_to_the_rendezvous_is_named(start: Callable[..., Doubles]) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 2 s") as caught:
         start("late@1", replace(RANKS, rendezvous_timeout_s=2.0))

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_policy_megatron import ParallelLayout, PolicySettings
+from rl_policy_megatron import MegatronPolicy, ParallelLayout, PolicySettings
 from rl_policy_megatron.errors import PeerError, RankError, RendezvousError, RuntimeStateError
 from rl_policy_megatron.group import GroupSettings, MegatronPolicyGroup, PolicyRank, RankSettings
+from rl_policy_megatron.group.answers import Answers
 from rl_policy_megatron.group.blame import dead, failure_of, first_of
 from rl_policy_megatron.group.lockstep import FollowingSide, LeadingSide
+from rl_policy_megatron.group.portable import portable
 from rl_policy_megatron.group.processes import ProcessPlace, end_all, this_machine
 
 
@@ -60,9 +63,108 @@ def test_if_all_only_saw_another_fail_the_one_they_name_is_told() -> None:
         failure_of(1, "train", raised(PeerError("it failed", 3))),
     ]
     error = first_of(failures).raised("train", 4)
-    assert (error.rank, str(error)) == (3, "rank 3 of 4: train failed: PeerError: it failed")
+    assert (error.rank, str(error)) == (3, "rank 3 of 4: train failed: it failed")
     late = failure_of(0, "start", raised(RendezvousError("rank 2 of 4 did not come", (2,))))
     assert late.raised("start", 4).rank == 2
+
+
+def test_what_a_peer_passes_on_is_said_once() -> None:
+    heard = failure_of(0, "train", raised(PeerError("rank 1 of 2 failed: KeyError: 'x'", 1)))
+    assert str(heard.raised("train", 2)) == "rank 1 of 2: train failed: KeyError: 'x'"
+
+
+LATE = "[/__w/b/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
+
+
+def told(*failures: Any, silent: tuple[int, ...] = (), world: int = 2) -> RankError:
+    answers = Answers("logprobs", world, 60.0, "call_timeout_s", 20.0, failures=list(failures))
+    answers.silent += silent
+    with pytest.raises(RankError) as caught:
+        answers.results()
+    return caught.value
+
+
+def test_who_waited_in_vain_is_not_to_blame_but_who_gave_no_answer() -> None:
+    late = failure_of(0, "logprobs", raised(RuntimeError(LATE)))
+    error = told(late, silent=(1,))
+    assert str(error).startswith(
+        "rank 1 of 2 did not answer within collective_timeout_s=20 s while rank 0 waited in logprobs; "
+    )
+    assert (error.rank, error.call, error.answered) == (1, "logprobs", False)
+    assert "unbound_buffer" in str(error.__cause__)
+    assert "ranks 1, 3 of 4 did not answer" in str(told(late, silent=(3, 1), world=4))
+    # Whoever heard of it from the one that waited knows no more.
+    heard = failure_of(2, "logprobs", raised(PeerError("rank 0 of 4 failed: RuntimeError: late", 0)))
+    assert told(heard, late, silent=(1,), world=4).rank == 1
+    short = failure_of(0, "logprobs", raised(RuntimeError(LATE.replace("20000", "1500"))))
+    assert "did not answer within 1.5 s while" in str(told(short, silent=(1,)))
+    both = told(late, failure_of(1, "logprobs", raised(RuntimeError(LATE))))
+    assert str(both).startswith(
+        "ranks 0, 1 of 2 waited in logprobs for longer than collective_timeout_s=20 s"
+    )
+    assert (both.rank, both.answered) == (-1, True)
+
+
+def test_a_wait_in_vain_gives_way_to_what_tells_more() -> None:
+    late = failure_of(0, "logprobs", raised(RuntimeError(LATE)))
+    assert str(told(late, dead(1, "logprobs"))).startswith("rank 1 of 2: it died")
+    assert "ValueError: the reason" in str(told(late, failure_of(1, "x", raised(ValueError("the reason")))))
+    assert not failure_of(0, "train", raised(RuntimeError("timed out waiting for a reward"))).follows
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Some NCCL operations have failed or timed out."),
+        dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"),
+        dist.DistStoreError("wait timeout after 20000ms, keys: /a"),
+    ],
+)
+def test_nccl_and_the_store_wait_in_vain_as_well(error: Exception) -> None:
+    assert told(failure_of(0, "logprobs", raised(error)), silent=(1,)).rank == 1
+
+
+class Weird(Exception):
+    """Pickles, and cannot be read again."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a)
+
+
+class Holding(Exception):
+    """Does not even pickle."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(Weird("row 3", "b"), "Weird: row 3 "), (Holding(), "Holding: holds a lock ")]
+)
+def test_an_exception_that_does_not_survive_pickling_is_told_by_name_and_text(
+    error: Exception, text: str
+) -> None:
+    class Raising(PolicyRank):
+        def keep_reference(self) -> None:
+            raise error
+
+    rank = Raising(RankSettings("m"))
+    with pytest.raises(RankError, match=f"keep_reference raised {text}") as caught:
+        rank.perform(1, "keep_reference")
+    assert caught.value.__cause__ is error
+    assert rank.standing(1).unharmed
+    again = pickle.loads(pickle.dumps(caught.value))
+    failure = failure_of(1, "keep_reference", raised(again))
+    assert failure.answered
+    assert not failure.follows
+    assert failure.original("keep_reference", 2) is None
+    assert str(failure.raised("keep_reference", 2)).startswith(f"rank 1 of 2: keep_reference raised {text}")
+
+
+def test_an_exception_that_survives_is_left_as_it_is() -> None:
+    for error in (ZeroDivisionError("x"), RankError("x", 1), KeyError("k")):
+        assert portable(error, "train") is error
 
 
 def test_a_failed_disk_is_a_real_failure_whatever_its_words() -> None:
@@ -243,6 +345,22 @@ def test_a_process_of_another_machine_or_of_another_birth_is_left_alone() -> Non
     other = ProcessPlace(this_machine(), os.getpid(), 1)
     assert (other.here, other.died, other.left()) == (True, True, [])
     assert end_all([mine, other], 1.0) == []
+
+
+def test_a_bucket_is_refused_without_a_source_and_outside_a_refit() -> None:
+    group = object.__new__(MegatronPolicyGroup)
+    group.__dict__.update(_has_source=False, _refitting=False)
+    for ask in (group.next_bucket, lambda: group.begin("by value")):
+        with pytest.raises(RuntimeStateError, match="give RankSettings a weight_source"):
+            ask()
+    group.__dict__.update(_has_source=True)
+    with pytest.raises(RuntimeStateError, match="outside a refit; call begin first"):
+        group.next_bucket()
+
+
+def test_a_group_offers_all_that_a_policy_does_but_its_model() -> None:
+    offered = {name for name in vars(MegatronPolicyGroup) if not name.startswith("_")}
+    assert {name for name in vars(MegatronPolicy) if not name.startswith("_")} - offered == {"model"}
 
 
 def test_a_refit_that_cannot_begin_is_ended_and_bars_nothing() -> None:

@@ -46,6 +46,17 @@ def dividing_by_0(logits: Any, batch: Any) -> Any:
     return 1 / 0, {}
 
 
+class Weird(Exception):
+    """Pickles, and cannot be read again."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a)
+
+
+def weird(logits: Any, batch: Any) -> Any:
+    raise Weird("row 3 is odd", "b")
+
+
 def without_number(logits: Any, batch: Any) -> Any:
     return logits.logprobs().sum() * math.nan, {}
 
@@ -223,7 +234,7 @@ def test_a_mistake_is_refused_as_by_one_process_and_the_next_call_has_the_right_
     close(pair.logprobs(batch), alone.logprobs(batch))
 
 
-def test_what_ranks_cannot_read_is_refused_before_anything_begins(
+def test_what_cannot_be_sent_to_ranks_or_from_them_is_told_and_they_go_on(
     pair: MegatronPolicyGroup, alone: MegatronPolicy, rows_of: Callable[..., Any]
 ) -> None:
     class Unreadable:
@@ -239,6 +250,9 @@ def test_what_ranks_cannot_read_is_refused_before_anything_begins(
         pair.train(batch, Unsendable(), learning_rate=RATE)
     with pytest.raises(RankError, match=r"train was not begun, its arguments .*division by zero") as caught:
         pair.train(batch, Unreadable(), learning_rate=RATE)
+    assert caught.value.answered
+    with pytest.raises(RankError, match=r"of 2: train raised Weird: row 3 is odd \(") as caught:
+        pair.train(batch, weird, learning_rate=RATE)
     assert caught.value.answered
     assert len(running(pair)) == 2
     close(pair.logprobs(batch), alone.logprobs(batch))
@@ -299,9 +313,12 @@ def test_a_save_that_fails_is_told_once_and_the_group_goes_on(
 def test_a_group_reads_what_one_process_saved(
     pair: MegatronPolicyGroup, alone: MegatronPolicy, rows_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    alone.save(tmp_path / "alone")
-    pair.load(tmp_path / "alone")
-    assert pair.weight_version() == alone.updates > 0
+    alone.save(tmp_path / "alone", {"step": 3})
+    assert pair.load(tmp_path / "alone") == {"step": 3}
+    assert pair.weight_version() == pair.updates == alone.updates > 0
+    assert pair.is_whole
+    pair.save(tmp_path / "pair", {"step": 4})
+    assert pair.load(tmp_path / "pair", verify=False) == {"step": 4}
     batch = rows_of(LENGTHS)
     ours = pair.train(batch, token_mean, learning_rate=RATE)
     assert ours == pytest.approx(alone.train(batch, token_mean, learning_rate=RATE), rel=1e-5)

@@ -100,6 +100,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
         lambda view, batch: (share(view, batch), {3: total_of(batch)(1.0)}),
         ["named a metric 3", "strings"],
     ),
+    "a name of the policy's own": (
+        lambda view, batch: (share(view, batch), {"grad_norm": total_of(batch)(1.0)}),
+        ["named a metric 'grad_norm'", "another name"],
+    ),
     "names that change": (
         lambda view, batch: (
             share(view, batch),

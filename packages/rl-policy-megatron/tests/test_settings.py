@@ -140,7 +140,7 @@ def test_a_learning_rate_is_a_number(
     rows_of: Callable[..., Any],
     token_mean_loss: Callable[..., Any],
 ) -> None:
-    with pytest.raises(SettingsError, match="learning_rate must be a finite number >= 0, got"):
+    with pytest.raises(SettingsError, match=r"learning_rate must be a finite number in \[0, 1000.0\), got"):
         policy_of("llama").train(rows_of([4]), token_mean_loss, learning_rate=rate)
 
 

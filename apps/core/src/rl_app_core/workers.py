@@ -65,11 +65,12 @@ class ColocatedWorker(PolicyRank):
         self._engine.update_weights((), self.weight_version())
         return metrics
 
-    def load(self, directory: str) -> None:
+    def load(self, directory: str, verify: bool | None = None) -> dict[str, Any] | None:
         """Restore what :meth:`~rl_policy_megatron.group.PolicyRank.save` wrote."""
-        super().load(directory)
+        notes = super().load(directory, verify)
         if self.weight_version() > self._engine.weight_version:
             self._engine.update_weights((), self.weight_version())
+        return notes
 
     def shutdown(self) -> None:
         """Release engine and policy; idempotent."""

@@ -115,8 +115,8 @@ class PolicyTrainer(Protocol):
         """Write weights, optimizer and random state into an existing, empty directory."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote."""
+    def load(self, directory: Path) -> object:
+        """Restore what :meth:`save` wrote; a loop makes no use of what is returned."""
         ...
 
 

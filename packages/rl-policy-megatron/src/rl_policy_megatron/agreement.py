@@ -39,12 +39,15 @@ def raise_together(ranks: RankGroup, error: BaseException | None) -> None:
     source = told.index(2) if 2 in told else told.index(1)
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
     if ranks.rank == source:
-        text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
+        # What a peer's error says has named its rank already.
+        text = (f"{type(error).__name__}: {error}" if is_cause else str(error)).encode()[:_MESSAGE_BYTES]
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     cause = bytes(ranks.broadcast(message, source).cpu().tolist()).rstrip(b"\0").decode(errors="ignore")
     if is_cause and error is not None:
         raise marked(error)
-    raise marked(PeerError(f"rank {source} of {ranks.size} failed: {cause}", rank=source))
+    raise marked(
+        PeerError(f"rank {source} of {ranks.size} failed: {cause}" if 2 in told else cause, rank=source)
+    )
 
 
 @contextmanager

@@ -13,6 +13,9 @@ import torch
 
 from .errors import LossError
 
+# What a policy reports of every update, beside the metrics of its loss function. These may have a "loss" of
+# their own, the sum of the same shares, in whose place the policy's is reported.
+LOSS, GRAD_NORM = "loss", "grad_norm"
 _SHOWN_CHARACTERS = 80
 _PRECISE = (torch.float32, torch.float64)
 _CONTRACT = (
@@ -83,7 +86,7 @@ def check_callable(loss_fn: Any) -> None:
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise LossError(
-            f"a loss function must be callable as loss_fn(logits, batch), got {_shown(loss_fn)}"
+            f"a loss function must be callable as loss_fn(logits, batch), got {shown(loss_fn)}"
             + ("; make an object of it" if isinstance(loss_fn, type) else "")
         )
     try:
@@ -105,24 +108,29 @@ def checked_answer(loss_fn: Any, returned: Any) -> Answer:
     """
     name = name_of(loss_fn)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise LossError(f"{name} returned {_shown(returned)}; {_CONTRACT}")
+        raise LossError(f"{name} returned {shown(returned)}; {_CONTRACT}")
     loss, metrics = returned
     value = _checked_loss(name, loss)
     if not isinstance(metrics, Mapping):
-        raise LossError(f"{name} returned {_shown(metrics)} for metrics; {_CONTRACT}")
+        raise LossError(f"{name} returned {shown(metrics)} for metrics; {_CONTRACT}")
     for key, metric in metrics.items():
         if not isinstance(key, str):
             raise LossError(f"{name} named a metric {key!r}; names of metrics are strings")
+        if key == GRAD_NORM:
+            raise LossError(
+                f"{name} named a metric {key!r}, which the policy itself reports and would overwrite; give "
+                "it another name"
+            )
         if isinstance(metric, type) or not all(
             callable(getattr(metric, part, None)) for part in ("merge", "value")
         ):
-            raise LossError(f"{name} returned {_shown(metric)} for the metric {key!r}; {_METRIC}")
+            raise LossError(f"{name} returned {shown(metric)} for the metric {key!r}; {_METRIC}")
     return Answer(loss, value, dict(metrics))
 
 
 def _checked_loss(name: str, loss: Any) -> float:
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or loss.dtype not in _PRECISE:
-        raise LossError(f"{name} returned {_shown(loss)} as its loss, not a float32 scalar; {_CONTRACT}")
+        raise LossError(f"{name} returned {shown(loss)} as its loss, not a float32 scalar; {_CONTRACT}")
     value = float(loss.detach())
     if not math.isfinite(value):
         raise LossError(
@@ -137,12 +145,12 @@ def _checked_loss(name: str, loss: Any) -> float:
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in few words: a tensor by its type and shape, anything long by its beginning."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)) and value:
-        inside = ", ".join(_shown(part) for part in value[:4])
+        inside = ", ".join(shown(part) for part in value[:4])
         return f"a {type(value).__name__} of {len(value)} ({inside}{', …' if len(value) > 4 else ''})"
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from .errors import SettingsError
@@ -51,6 +52,8 @@ class Within:
 Count = Annotated[int, Within(0)]
 Positive = Annotated[int, Within(1)]
 Rate = Annotated[float, Within(0)]
+# Far beyond what anybody trains with, far below where AdamW leaves the numbers that a weight can hold.
+LearningRate = Annotated[float, Within(0, 1e3)]
 AboveZero = Annotated[float, Within(0, above=True)]
 Beta = Annotated[float, Within(0, 1)]
 Seed = Annotated[int, Within(0, 2**63)]
@@ -81,6 +84,18 @@ def check(name: str, value: Any, wanted: Any) -> None:
         if len(shown) > _SHOWN_CHARACTERS:
             shown = f"a {type(value).__name__} ({shown[:_SHOWN_CHARACTERS]}…)"
         raise SettingsError(f"{name} must be {_told(wanted)}, got {shown}")
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """A path that a caller gave.
+
+    Raises:
+        SettingsError: it is no path, empty, or holds a NUL character; names ``name``.
+    """
+    path = str(value) if isinstance(value, (str, Path)) else None
+    if path is None or not path or "\0" in path:
+        raise SettingsError(f"{name} must be the path of a directory, got {value!r}")
+    return Path(path)
 
 
 def given(value: Any, kind: type[_Kind], name: str) -> _Kind:
@@ -116,7 +131,10 @@ def _fits(value: Any, wanted: Any) -> bool:
     kind = origin or wanted
     if kind in (int, float):
         numbers = int if kind is int else (int, float)
-        return isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(value, numbers) or isinstance(value, bool):
+            return False
+        # Integers are finite, and may be beyond what a float can hold.
+        return isinstance(value, int) or math.isfinite(value)
     return isinstance(value, kind)
 
 

@@ -36,7 +36,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .cpu_layers import mlp_forward, rotary
-from .errors import UnsupportedModelError
 from .mcore import MLP, attention_layers, random_states, token_dispatcher
 
 _CPU = torch.device("cpu")
@@ -52,21 +51,6 @@ def active() -> bool:
 def device() -> torch.device:
     """Where models live: this process's CUDA device, or the CPU."""
     return _CPU if active() else torch.device("cuda", torch.cuda.current_device())
-
-
-def check_experts(tensor_ranks: int) -> None:
-    """Refuse a mixture of experts whose matrices are split among ranks, where gloo connects them.
-
-    Each rank has another number of tokens for an expert, and gloo gathers equal sizes only.
-
-    Raises:
-        UnsupportedModelError: there is no CUDA and more than one such rank.
-    """
-    if active() and tensor_ranks > 1:
-        raise UnsupportedModelError(
-            f"a mixture of experts with layout.tensor = {tensor_ranks} needs CUDA: gloo cannot gather what "
-            "the ranks of an expert exchange; without CUDA split it by layout.expert, layout.pipeline or rows"
-        )
 
 
 class _HostStream:

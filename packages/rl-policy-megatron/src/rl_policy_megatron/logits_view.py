@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 import torch
 
 from .agreement import Lockstep
+from .answers import shown
 from .errors import LossError
 from .linear_logprobs import linear_logprobs, linear_topk
 from .microbatch import TokenLayout
@@ -58,11 +62,9 @@ class HiddenStatesView:
         """``[B, S, k]`` log-probabilities and int64 ids of the k most likely tokens, most likely first.
 
         Raises:
-            LossError: ``k`` is not between 1 and the size of the vocabulary.
+            LossError: ``k`` is no integer between 1 and the size of the vocabulary.
         """
-        vocabulary = self._vocabulary.size
-        if not 1 <= k <= vocabulary:
-            raise LossError(f"topk_logprobs needs k between 1 and the vocabulary of {vocabulary}, got {k}")
+        k = checked_top(k, self._vocabulary.size)
         self._lockstep.enter(k)
         token_ids = linear_topk(
             self._hidden, self._weight, k, chunk_tokens=self._chunk_tokens, vocabulary=self._vocabulary
@@ -73,11 +75,20 @@ class HiddenStatesView:
         """``[B, S, K]`` log-probabilities of given tokens (int64 ``[B, S, K]``), as a teacher's top k.
 
         Raises:
-            LossError: ``token_ids`` has another shape, or an id outside the vocabulary at a real token.
+            LossError: ``token_ids`` is of another type or shape, or has an id outside the vocabulary at a
+                real token.
         """
         rows, width = self._layout.shape
-        if token_ids.dim() != 3 or token_ids.shape[:2] != (rows, width):
-            raise LossError(f"token_ids must be [{rows}, {width}, K], got {tuple(token_ids.shape)}")
+        if (
+            not isinstance(token_ids, torch.Tensor)
+            or token_ids.dtype != torch.int64
+            or token_ids.dim() != 3
+            or token_ids.shape[:2] != (rows, width)
+        ):
+            raise LossError(
+                f"the token_ids of logprobs_of must be an int64 tensor [{rows}, {width}, K], got "
+                f"{shown(token_ids)}"
+            )
         wanted = token_ids.to(self._weight.device).flatten(0, 1)[self._layout.target]
         if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self._vocabulary.size):
             raise LossError(f"token_ids holds ids outside the vocabulary of {self._vocabulary.size}")
@@ -108,3 +119,17 @@ class HiddenStatesView:
             with_entropy=with_entropy,
             vocabulary=self._vocabulary,
         )
+
+
+def checked_top(k: Any, vocabulary: int) -> int:
+    """``k``, a number of most likely tokens.
+
+    Raises:
+        LossError: it is no integer between 1 and the size of the vocabulary; a flag is none.
+    """
+    if not isinstance(k, Integral) or isinstance(k, bool) or not 1 <= int(k) <= vocabulary:
+        raise LossError(
+            f"the k of the top k must be an integer between 1 and the vocabulary of {vocabulary}, "
+            f"got {shown(k)}"
+        )
+    return int(k)

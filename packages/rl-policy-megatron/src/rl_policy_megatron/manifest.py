@@ -17,7 +17,9 @@ from .lora import LoraSettings
 from .settings import OptimizerSettings
 from .tensor_files import sync_path, write_json
 
-FORMAT = 2
+FORMAT = 3
+# From here on every file has a digest, the manifest too.
+_DIGESTS_SINCE = 3
 MANIFEST = "policy.json"
 _UNFINISHED = f"{MANIFEST}.partial"
 # Where ranks kept their notes before the manifest had room for them.
@@ -114,6 +116,8 @@ def digests_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 by file name, of all files or, if the checkpoint is older, of none."""
     own, content = manifest.get(_OWN_DIGEST), dict(manifest)
     if own is None:
+        if manifest["format"] >= _DIGESTS_SINCE or "digests" in manifest:
+            raise ValueError(f"{MANIFEST} is damaged: its own digest is missing")
         return {}
     del content[_OWN_DIGEST]
     if own != _digest_of(content):

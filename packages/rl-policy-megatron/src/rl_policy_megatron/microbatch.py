@@ -44,6 +44,11 @@ def check_batch(batch: Batch, vocabulary: int, positions: int | None = None) -> 
             outside the vocabulary.
     """
     ids, lengths = (getattr(batch, name, None) for name in ("input_ids", "lengths"))
+    if not callable(getattr(batch, "select", None)):
+        raise BatchError(
+            "a batch has the tensors input_ids and lengths, and select(rows), which micro-batches are made "
+            f"with; {type(batch).__name__} has no such method"
+        )
     if not isinstance(ids, torch.Tensor) or not isinstance(lengths, torch.Tensor):
         raise BatchError(
             f"a batch has the tensors input_ids and lengths, and select(rows); {type(batch).__name__} has "
@@ -71,6 +76,44 @@ def check_batch(batch: Batch, vocabulary: int, positions: int | None = None) -> 
             f"input_ids[{row}, {column}] is {int(ids[row, column])}, outside the model's vocabulary of "
             f"{vocabulary}; the tokenizer does not belong to the model"
         )
+
+
+def selected(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Those rows of a checked batch, as its own ``select`` returns them.
+
+    Raises:
+        BatchError: what it returns is not these rows, in this order.
+    """
+    part = batch.select(rows)
+    ids, lengths = (getattr(part, name, None) for name in ("input_ids", "lengths"))
+    called = f"{type(batch).__name__}.select({list(rows)})"
+    if not isinstance(ids, torch.Tensor) or not isinstance(lengths, torch.Tensor):
+        raise BatchError(
+            f"{called} must return a batch of these rows, with the tensors input_ids and lengths, got a "
+            f"{type(part).__name__} with {type(ids).__name__} and {type(lengths).__name__} for the two"
+        )
+    count, widest = len(rows), batch.input_ids.size(1)
+    wanted = batch.lengths[list(rows)]
+    if (
+        (ids.dtype, lengths.dtype) != (torch.int64, torch.int64)
+        or ids.dim() != 2
+        or lengths.shape != (count,)
+        or len(ids) != count
+        or not int(wanted.max()) <= ids.size(1) <= widest
+    ):
+        raise BatchError(
+            f"{called} must return int64 input_ids [{count}, W], {int(wanted.max())} <= W <= {widest}, and "
+            f"int64 lengths [{count}], got {ids.dtype} {tuple(ids.shape)} and {lengths.dtype} "
+            f"{tuple(lengths.shape)}"
+        )
+    whole = batch.input_ids[list(rows), : ids.size(1)]
+    differ = _real(whole, wanted) & (ids.to(whole.device) != whole)
+    if not torch.equal(lengths.to(wanted.device), wanted) or bool(differ.any()):
+        raise BatchError(
+            f"{called} must return these rows in this order, got others: lengths {lengths.tolist()} in place "
+            f"of {wanted.tolist()}, or other tokens"
+        )
+    return part
 
 
 def _real(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

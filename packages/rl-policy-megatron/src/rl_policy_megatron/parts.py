@@ -15,7 +15,7 @@ from .adapters import Adapters, own_weights
 from .agreement import agreed
 from .disposal import forget_groups
 from .errors import RuntimeStateError
-from .hf_config import read_model_shape
+from .fit import fitting_shape
 from .mapping import WeightMap
 from .model import PolicyModel, build_model, load_weights
 from .optimizer import PolicyOptimizer, wrap_for_training
@@ -51,12 +51,9 @@ class PolicyParts:
 
     def __init__(self, model_directory: Path, settings: PolicySettings, optimizer: OptimizerSettings) -> None:
         self.settings = settings
-        self.shape = shape = read_model_shape(model_directory)
+        self.shape = shape = fitting_shape(model_directory, settings, cuda=not cpu_adapter.active())
         weight_map = WeightMap(shape)
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        settings.check_fit(shape)
-        if shape.experts is not None:
-            cpu_adapter.check_experts(settings.layout.tensor)
         self.placement = placement = runtime.acquire(settings.layout)
         try:
             self.model = self._built(settings.recompute)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .answers import LossFunction
-from .checks import Rate, check, given
+from .answers import GRAD_NORM, LOSS, LossFunction
+from .checks import LearningRate, check, checked_path, given
 from .errors import RuntimeStateError
 from .mapping import WeightSpec
 from .microbatch import Batch
@@ -29,7 +29,8 @@ from .totals import Totals
 class MegatronPolicy:
     """A language model trained with megatron-core, on this process's GPU or on the CPU.
 
-    Several policies can live in one process. A policy is not safe for use from several threads.
+    Several policies can live in one process. A policy is not safe for use from several threads. A loss
+    function may score with its own policy; what would change or save the policy is refused there.
 
     Where torch.distributed is initialised with several processes, the model lies over them as
     ``settings.layout`` says: each of them makes the policy and calls the same methods in the same
@@ -58,8 +59,9 @@ class MegatronPolicy:
     ) -> None:
         self.settings = given(settings, PolicySettings, "settings")
         optimizer = given(optimizer, OptimizerSettings, "optimizer")
-        self.model_directory = Path(model_directory)
+        self.model_directory = checked_path("model_directory", model_directory)
         self._made: PolicyParts | None = None
+        self._training = False
         parts = PolicyParts(self.model_directory, self.settings, optimizer)
         self._persistence = Persistence(parts, self.model_directory)
         self._made = parts
@@ -92,11 +94,12 @@ class MegatronPolicy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether weights and optimizer fit each other: not after an update or a load failed half-way.
+        """Whether weights and optimizer are there and fit each other.
 
-        Such a policy only loads; a whole checkpoint makes it whole again.
+        Not after an update or a load failed half-way: such a policy only loads, and a whole checkpoint makes
+        it whole again. One that was shut down never is.
         """
-        return self._made is None or not self._made.torn_by
+        return self._made is not None and not self._made.torn_by
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """``[B, S]`` float32 log-probabilities, on the CPU, under the current weights and the temperature.
@@ -138,7 +141,7 @@ class MegatronPolicy:
 
         Raises:
             BatchError: the batch breaks its contract.
-            LossError: ``k`` is out of range.
+            LossError: ``k`` is no integer between 1 and :attr:`vocab_size`.
         """
         return self._parts.schedule.topk(batch, k)
 
@@ -159,6 +162,12 @@ class MegatronPolicy:
         global loss. A batch that predicts no token changes nothing. Whatever happens, the mode, the
         random state of the process and the gradients are left as they were.
 
+        Args:
+            batch: all rows of the update.
+            loss_fn: called once per micro-batch; none of its metrics may be named
+                ``grad_norm``, and in place of one named ``loss`` the sum of the losses is reported.
+            learning_rate: in [0, 1000).
+
         Returns:
             The loss function's merged metrics, ``loss``, and ``grad_norm`` before clipping.
 
@@ -166,18 +175,19 @@ class MegatronPolicy:
             BatchError: the batch breaks its contract.
             LossError: the loss function, or what it returned, breaks its contract.
             PeerError: the loss function failed on another rank.
+            SettingsError: the learning rate is none.
             NonFiniteGradientError: the gradient is not finite; the weights were not changed.
         """
         parts = self._parts
         with alike():
-            check("learning_rate", learning_rate, Rate)
+            check("learning_rate", learning_rate, LearningRate)
         with self._accumulated(batch, loss_fn) as totals:
             grad_norm = 0.0
             if bool((batch.lengths > 1).any()):
                 grad_norm = parts.optimizer.prepare()
                 with parts.changing("an update"):
                     parts.optimizer.step(learning_rate, grad_norm)
-        return {**totals.numbers(), "loss": totals.loss, "grad_norm": grad_norm}
+        return {**totals.numbers(), LOSS: totals.loss, GRAD_NORM: grad_norm}
 
     def gradients(self, batch: Batch, loss_fn: LossFunction) -> dict[str, torch.Tensor]:
         """The float32 gradient that :meth:`train` would use, unclipped, by HF name, on the CPU.
@@ -194,6 +204,7 @@ class MegatronPolicy:
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """Start the optimizer afresh, without moments, under new settings; weights stay."""
+        self._require_idle()
         parts = self._parts
         with alike():
             check("the optimizer's settings", settings, OptimizerSettings)
@@ -231,7 +242,7 @@ class MegatronPolicy:
             CheckpointError: the directory exists and is not empty, or cannot be written.
         """
         _ = self._parts
-        self._persistence.export(Path(directory))
+        self._persistence.export(_directory(directory))
 
     def save(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> None:
         """Write weights, optimizer, reference and random state into an empty or new directory.
@@ -256,8 +267,9 @@ class MegatronPolicy:
             CheckpointError: the directory is not empty or cannot be made; or an earlier save failed
                 and nobody was told yet.
         """
+        self._require_idle()
         _ = self._parts
-        return self._persistence.save_async(Path(directory), notes or {})
+        return self._persistence.save_async(_directory(directory), notes or {})
 
     def load(self, directory: Path | str, *, verify: bool = True) -> dict[str, Any]:
         """Become what :meth:`save` wrote, optimizer settings and reference included.
@@ -274,15 +286,18 @@ class MegatronPolicy:
             CheckpointError: incomplete, damaged, or of another model or type, the policy being
                 unchanged; or an earlier :meth:`save_async` failed and nobody was told yet.
         """
+        self._require_idle()
         self._require_open()
-        return self._persistence.load(Path(directory), verify=verify)
+        return self._persistence.load(_directory(directory), verify=verify)
 
     def shutdown(self) -> None:
         """Release memory and, with the last policy, what was set up for the process; idempotent.
 
         Raises:
             CheckpointError: the last :meth:`save_async` failed and nobody was told; all is released.
+            RuntimeStateError: it was called by a loss function; nothing is released.
         """
+        self._require_idle()
         parts, self._made = self._made, None
         if parts is None:
             return
@@ -314,13 +329,28 @@ class MegatronPolicy:
             raise RuntimeStateError("this policy was shut down; make a new one")
         return self._made
 
+    def _require_idle(self) -> None:
+        if self._training:
+            raise RuntimeStateError(
+                "train() or gradients() of this policy is under way: its loss function may score with "
+                "it, and neither train, save, load nor shut it down; do that between updates"
+            )
+
     @contextmanager
     def _accumulated(self, batch: Batch, loss_fn: LossFunction) -> Generator[Totals]:
         """The whole batch's gradient is in the buffers, which are empty otherwise, within the scope."""
+        self._require_idle()
         parts = self._parts
+        self._training = True
         try:
             with parts.random.scope():
                 totals = parts.schedule.accumulate(parts.wrapped, batch, loss_fn)
             yield totals
         finally:
+            self._training = False
             parts.optimizer.zero_grad()
+
+
+def _directory(given_by_caller: Path | str) -> Path:
+    with alike():
+        return checked_path("directory", given_by_caller)

@@ -17,8 +17,8 @@ import torch
 from . import cpu_adapter
 from .agreement import Lockstep, agreed, raise_together
 from .answers import LossFunction, check_callable, checked_answer, name_of
-from .errors import BatchError, LossError
-from .logits_view import HiddenStatesView
+from .errors import BatchError
+from .logits_view import HiddenStatesView, checked_top
 from .mcore import (
     DistributedDataParallel,
     copy_to_tensor_model_parallel_region,
@@ -26,7 +26,7 @@ from .mcore import (
     gather_from_sequence_parallel_region,
     get_forward_backward_func,
 )
-from .microbatch import Batch, TokenLayout, check_batch
+from .microbatch import Batch, TokenLayout, check_batch, selected
 from .model import PolicyModel
 from .packing import plan_micro_batches
 from .placement import Placement
@@ -89,12 +89,10 @@ class Schedule:
 
         Raises:
             BatchError: the batch breaks its contract.
-            LossError: ``k`` is not between 1 and the size of the vocabulary.
+            LossError: ``k`` is no integer between 1 and the size of the vocabulary.
         """
-        if not 1 <= k <= self._vocabulary.size:
-            raise marked(
-                LossError(f"top k needs k between 1 and the vocabulary of {self._vocabulary.size}, got {k}")
-            )
+        with alike():
+            k = checked_top(k, self._vocabulary.size)
         wanted = [((k,), torch.float32), ((k,), torch.int64)]
         scores, token_ids = self._collected(batch, lambda view: view.topk_logprobs(k), wanted)
         return scores, token_ids
@@ -214,7 +212,7 @@ class Schedule:
         data = self._placement.data
         plan = plan_micro_batches(batch.lengths, self._settings, ranks=data.size)[data.rank]
         with agreed(self._placement.world):
-            return plan, [batch.select(rows) if rows else _NoRows() for rows in plan]
+            return plan, [selected(batch, rows) if rows else _NoRows() for rows in plan]
 
     def _run(
         self,

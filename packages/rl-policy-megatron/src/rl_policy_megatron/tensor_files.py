@@ -99,9 +99,13 @@ def _locate(directory: Path) -> dict[str, Path]:
                 "save the model in safetensors format"
             )
         return dict.fromkeys(tensor_names(single), single)
-    file_names: dict[str, str] = read_json(index).get("weight_map", {})
-    for file_name in set(file_names.values()):
-        if Path(file_name).name != file_name or not (directory / file_name).is_file():
+    file_names = read_json(index).get("weight_map")
+    if not isinstance(file_names, dict) or not all(isinstance(name, str) for name in file_names.values()):
+        raise ModelDirectoryError(
+            f"{index} must map names of tensors to names of files under 'weight_map'; write the model again"
+        )
+    for file_name in sorted(set(file_names.values())):
+        if "\0" in file_name or Path(file_name).name != file_name or not (directory / file_name).is_file():
             raise ModelDirectoryError(f"{index} names the file {file_name!r}, which is not beside it")
     return {name: directory / file_name for name, file_name in file_names.items()}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import RankError
 from .blame import Failure, dead, failure_of, first_of
 from .processes import ProcessPlace
 
@@ -27,12 +28,14 @@ class Answers:
         silent: ranks that did not answer in time.
         timeout_s: how long they had.
         limit: the setting that this comes from.
+        collective_timeout_s: how long ranks wait for each other within the call.
     """
 
     call: str
     world: int
     timeout_s: float
     limit: str
+    collective_timeout_s: float
     values: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
@@ -44,7 +47,7 @@ class Answers:
             RankError: the first real failure; or who did not answer in time.
         """
         if self.failures:
-            raise first_of(self.failures).raised(self.call, self.world)
+            raise self._in_vain() or first_of(self.failures).raised(self.call, self.world)
         if self.silent:
             silent = sorted(self.silent)
             others = f", and neither did rank {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
@@ -54,6 +57,30 @@ class Answers:
             )
             raise Failure(silent[0], text, None).raised(self.call, self.world)
         return [self.values[rank] for rank in range(self.world)]
+
+    def _in_vain(self) -> RankError | None:
+        """The error if ranks have waited for others in a collective, and nobody tells more than that."""
+        told = first_of(self.failures)
+        waiting = [failure for failure in self.failures if failure.waited_s is not None]
+        heard = {failure.rank for failure in self.failures}
+        if not waiting or not told.follows or (told.named >= 0 and told.named not in heard):
+            return None
+        waited_s = waiting[0].waited_s or self.collective_timeout_s
+        setting = "collective_timeout_s=" if waited_s == self.collective_timeout_s else ""
+        waiters = _ranks(failure.rank for failure in waiting)
+        silent = sorted(self.silent)
+        text = (
+            f"{_ranks(silent)} of {self.world} did not answer within {setting}{waited_s:g} s while {waiters} "
+            f"waited in {self.call}; see whether a process there is stopped, or hangs in a loss function, or "
+            "raise collective_timeout_s if it is only slow"
+            if silent
+            else f"{waiters} of {self.world} waited in {self.call} for longer than {setting}{waited_s:g} s, "
+            "and every rank gave up; see whether all have done the same, or raise collective_timeout_s if "
+            "one was only slow"
+        )
+        error = RankError(text, silent[0] if silent else -1, self.call, answered=not silent)
+        error.__cause__ = waiting[0].cause
+        return error
 
     @property
     def refused(self) -> bool:
@@ -77,6 +104,7 @@ def answers_of(
     timeout_s: float,
     grace_s: float,
     limit: str,
+    collective_timeout_s: float,
 ) -> Answers:
     """What each rank answered.
 
@@ -88,10 +116,11 @@ def answers_of(
         grace_s: how much longer to wait for the rest after the first failure: for the one that it followed
             from, or for the others to say the same.
         limit: the setting that ``timeout_s`` comes from.
+        collective_timeout_s: how long ranks wait for each other within the call.
     """
     import ray
 
-    answers = Answers(call, len(references), timeout_s, limit)
+    answers = Answers(call, len(references), timeout_s, limit, collective_timeout_s)
     pending: dict[Any, int] = {reference: rank for rank, reference in enumerate(references)}
     deadline = time.monotonic() + timeout_s
     look_s = _LOOK_EVERY_S
@@ -126,6 +155,11 @@ def drain(references: Iterable[Any], timeout_s: float) -> None:
         for reference in ready:
             with contextlib.suppress(Exception):
                 ray.get(reference, timeout=0)
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    named = [str(number) for number in sorted(numbers)]
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named)}"
 
 
 def _died(place: ProcessPlace | None) -> bool:

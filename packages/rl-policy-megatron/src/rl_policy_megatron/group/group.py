@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from ..checks import checked_path
 from ..errors import RuntimeStateError
 from ..settings import OptimizerSettings
+from .preflight import refuse_misfit
 from .rank import PolicyRank
 from .ranks import Ranks
 from .saving import PendingGroupSave
@@ -23,17 +25,21 @@ if TYPE_CHECKING:
     from ..microbatch import Batch
 
 # Between these two calls the ranks' weights must not change, and their collectives belong to the refit.
-_IN_A_REFIT = frozenset({"begin", "next_bucket", "end", "weight_version", "peak_memory_mb"})
+_IN_A_REFIT = frozenset(
+    {"begin", "next_bucket", "end", "weight_version", "updates", "is_whole", "peak_memory_mb"}
+)
 
 
 class MegatronPolicyGroup:
     """A :class:`~rl_policy_megatron.MegatronPolicy` over the ranks of a world, each in a Ray actor.
 
-    Every call goes to all ranks at once and returns when all have answered. What the policy refuses on all
-    ranks alike, such as a broken batch or a loss function that raises, is raised as :class:`MegatronPolicy`
-    raises it, and the group goes on. Any other failure is a :class:`RankError`, the first real one, and all
-    ranks are ended: one has died or hangs, or they may have lost their lockstep or parts of an update. Calls
-    from several threads reach all ranks in one order.
+    Every call goes to all ranks at once and returns when all have answered. What all ranks give up together
+    is raised as :class:`MegatronPolicy` raises it, and the group goes on: a broken batch, a loss function
+    that raises, be it on one rank only. Two such failures are a :class:`RankError` and the group goes on as
+    well: a loss function that asked for other numbers on one rank than on another, and an exception that
+    does not survive pickling. Any other failure is a :class:`RankError`, the first real one, and all ranks
+    are ended: one has died or hangs, or they may have lost their lockstep or parts of an update. Calls from
+    several threads reach all ranks in one order.
 
     Args:
         ranks: what they are built from.
@@ -46,6 +52,8 @@ class MegatronPolicyGroup:
 
     Raises:
         RuntimeStateError: this process has not joined a Ray cluster.
+        ModelDirectoryError: config.json is broken.
+        UnsupportedModelError: the model cannot be trained, or not in this layout; no rank was started.
         RankError: a rank did not start; names it and the cause. Nothing is left.
         rl_actor_envs.errors.ActorEnvironmentError: the environment of the ranks is not built.
     """
@@ -63,8 +71,10 @@ class MegatronPolicyGroup:
                 "which needs none"
             )
         self._settings = settings or GroupSettings()
+        refuse_misfit(ranks, self._settings)
         self._has_source = ranks.weight_source is not None
         self._refitting = False
+        self._streams = 0
         self._saves = 0
         self._saving: PendingGroupSave | None = None
         self.description: dict[str, Any] = {}
@@ -108,6 +118,16 @@ class MegatronPolicyGroup:
     def weight_version(self) -> int:
         """How many updates have made the present weights."""
         return self._call("weight_version")
+
+    @property
+    def updates(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.updates`; asks the ranks."""
+        return self._call("updates")
+
+    @property
+    def is_whole(self) -> bool:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.is_whole`; asks the ranks."""
+        return all(self._call_all("is_whole"))
 
     def peak_memory_mb(self) -> float:
         """Largest resident sizes of the ranks so far, added, in MiB."""
@@ -168,10 +188,12 @@ class MegatronPolicyGroup:
         For looking at them, and for engines in this process; elsewhere a refit is faster.
 
         Raises:
-            RuntimeStateError: the weights changed on the way.
+            RuntimeStateError: the weights changed on the way, or another stream was begun.
         """
-        self._call("begin_reading")
-        while (item := self._call("read_weight")) is not None:
+        self._streams += 1
+        number = self._streams
+        self._call("begin_reading", number)
+        while (item := self._call("read_weight", number)) is not None:
             yield item
 
     def begin(self, transport: Any) -> Any:
@@ -180,10 +202,7 @@ class MegatronPolicyGroup:
         Raises:
             RuntimeStateError: a refit is under way, or the ranks' settings name no source of weights.
         """
-        if not self._has_source:
-            raise RuntimeStateError(
-                "policy: there is nobody to hand weights to; give RankSettings a weight_source"
-            )
+        self._require_source()
         self._refitting, before = True, self._refitting
         if before:
             raise RuntimeStateError("policy: begin was called during a refit; call end first")
@@ -197,7 +216,14 @@ class MegatronPolicyGroup:
             raise
 
     def next_bucket(self) -> Any:
-        """The next part of the refit; ``None`` after the last."""
+        """The next part of the refit; ``None`` after the last.
+
+        Raises:
+            RuntimeStateError: no refit is under way, or the ranks' settings name no source of weights.
+        """
+        self._require_source()
+        if not self._refitting:
+            raise RuntimeStateError("policy: next_bucket was called outside a refit; call begin first")
         return self._call("next_bucket")
 
     def end(self) -> None:
@@ -209,26 +235,37 @@ class MegatronPolicyGroup:
 
     def export_hf(self, directory: Path | str) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`; the ranks must reach the directory."""
-        self._call("export_hf", str(Path(directory).resolve()))
+        self._call("export_hf", str(checked_path("directory", directory).resolve()))
 
-    def save(self, directory: Path | str) -> None:
-        """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory."""
-        self._call("save", str(Path(directory).resolve()))
+    def save(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> None:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory.
 
-    def save_async(self, directory: Path | str) -> PendingGroupSave:
+        Of the notes ``weight_version`` is the group's own.
+        """
+        self._call("save", str(checked_path("directory", directory).resolve()), notes)
+
+    def save_async(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> PendingGroupSave:
         """See :meth:`rl_policy_megatron.MegatronPolicy.save_async`: the ranks copy now and write later.
 
         A save that is still under way at :meth:`shutdown` is waited for, ``shutdown_timeout_s`` at most.
         """
         self._saves += 1
-        number, target = self._saves, Path(directory).resolve()
-        self._call("save_async", str(target), number)
+        number, target = self._saves, checked_path("directory", directory).resolve()
+        self._call("save_async", str(target), number, notes)
         self._saving = PendingGroupSave(self._ranks, number, target, self._settings.call_timeout_s)
         return self._saving
 
-    def load(self, directory: Path | str) -> None:
-        """See :meth:`rl_policy_megatron.MegatronPolicy.load`; the ranks must reach the directory."""
-        self._call("load", str(Path(directory).resolve()))
+    def load(self, directory: Path | str, *, verify: bool | None = None) -> dict[str, Any]:
+        """See :meth:`rl_policy_megatron.MegatronPolicy.load`; the ranks must reach the directory.
+
+        Args:
+            directory: that was saved into.
+            verify: compare the files with their digests; None is the ranks' ``verify_loads``.
+
+        Returns:
+            The notes that were saved, without the group's own.
+        """
+        return self._call("load", str(checked_path("directory", directory).resolve()), verify)
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +292,12 @@ class MegatronPolicyGroup:
                 saving.settle(self._settings.shutdown_timeout_s)
         finally:
             self._ranks.shutdown()
+
+    def _require_source(self) -> None:
+        if not self._has_source:
+            raise RuntimeStateError(
+                "policy: there is nobody to hand weights to; give RankSettings a weight_source"
+            )
 
     def _fact(self, name: str) -> int:
         if name not in self.description:

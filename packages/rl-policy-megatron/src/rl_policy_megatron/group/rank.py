@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from ..errors import CheckpointError, RuntimeStateError
 from ..refusals import is_agreed, is_own, marked
 from ..settings import OptimizerSettings
 from .lockstep import FollowingSide, LeadingSide, RefitSide
+from .portable import portable
 from .processes import ProcessPlace
 from .rendezvous import LOOPBACK, Rendezvous, join, leave, serve
 from .reports import SaveOutcome, Standing
@@ -51,7 +52,7 @@ class PolicyRank:
         self._made: MegatronPolicy | None = None
         self._spec: tuple[WeightSpec, ...] | None = None
         self._refit: RefitSide | None = None
-        self._reading: tuple[int, Iterator[tuple[str, torch.Tensor]]] = 0, iter(())
+        self._reading: tuple[int, int, Iterator[tuple[str, torch.Tensor]]] = 0, 0, iter(())
         # By the driver's number of the call.
         self._failed: dict[int, tuple[bool, bool]] = {}
         self._saves: dict[int, PendingSave] = {}
@@ -63,7 +64,9 @@ class PolicyRank:
         except Exception as error:
             # Alone there is nobody to agree with.
             self._failed[number] = self._settings.world == 1 or is_agreed(error), is_own(error)
-            raise
+            if (sent := portable(error, method)) is error:
+                raise
+            raise sent from error
 
     def standing(self, number: int) -> Standing:
         """What became of this rank in a call that failed."""
@@ -128,6 +131,14 @@ class PolicyRank:
         """How many updates have made the present weights."""
         return self._version
 
+    def updates(self) -> int:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.updates`."""
+        return self.policy.updates
+
+    def is_whole(self) -> bool:
+        """See :attr:`rl_policy_megatron.MegatronPolicy.is_whole`."""
+        return self.policy.is_whole
+
     def peak_memory_mb(self) -> float:
         """Largest resident size of this process so far, in MiB."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -179,17 +190,23 @@ class PolicyRank:
         """See :meth:`rl_policy_megatron.MegatronPolicy.refit_spec`."""
         return self._led(self._announced())
 
-    def begin_reading(self) -> None:
-        """Start to hand the weights to the driver, one at each :meth:`read_weight`."""
-        self._reading = self._version, self.policy.stream_weights()
+    def begin_reading(self, number: int) -> None:
+        """Start to hand the weights to the driver, one at each :meth:`read_weight` of the same number."""
+        self._reading = number, self._version, self.policy.stream_weights()
 
-    def read_weight(self) -> tuple[str, torch.Tensor] | None:
+    def read_weight(self, number: int) -> tuple[str, torch.Tensor] | None:
         """The next name and tensor, copied; ``None`` after the last.
 
         Raises:
-            RuntimeStateError: the weights are others than when it began.
+            RuntimeStateError: another stream was begun, or the weights are others than when it began.
         """
-        version, stream = self._reading
+        latest, version, stream = self._reading
+        if latest != number:
+            raise marked(
+                RuntimeStateError(
+                    "stream_weights: another one was begun before this was at its end; read one at a time"
+                )
+            )
         if version != self._version:
             raise marked(
                 RuntimeStateError(
@@ -223,13 +240,14 @@ class PolicyRank:
         """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`."""
         self.policy.export_hf(Path(directory))
 
-    def save(self, directory: str) -> None:
-        """Write the policy's state and the weights' version into ``directory``."""
-        self.policy.save(Path(directory), {_VERSION: self._version})
+    def save(self, directory: str, notes: Mapping[str, Any] | None = None) -> None:
+        """Write the policy's state, the weights' version and ``notes`` into ``directory``."""
+        self.policy.save(Path(directory), {**(notes or {}), _VERSION: self._version})
 
-    def save_async(self, directory: str, number: int) -> None:
+    def save_async(self, directory: str, number: int, notes: Mapping[str, Any] | None = None) -> None:
         """As :meth:`save`, in the background; :meth:`saved` tells how far it is."""
-        self._saves[number] = self.policy.save_async(Path(directory), {_VERSION: self._version})
+        told = {**(notes or {}), _VERSION: self._version}
+        self._saves[number] = self.policy.save_async(Path(directory), told)
 
     def saved(self, number: int) -> SaveOutcome:
         """How far the save of this number is; once it has ended, it is told once."""
@@ -242,11 +260,21 @@ class PolicyRank:
             return SaveOutcome(True, str(error), not is_own(error))
         return SaveOutcome(ended=True)
 
-    def load(self, directory: str) -> None:
-        """Restore what :meth:`save` wrote; a version that is not there is the number of updates."""
+    def load(self, directory: str, verify: bool | None = None) -> dict[str, Any] | None:
+        """Restore what :meth:`save` wrote; a version that is not there is the number of updates.
+
+        Args:
+            directory: that was saved into.
+            verify: compare the files with their digests; None is the settings' ``verify_loads``.
+
+        Returns:
+            The notes that were saved, the version apart.
+        """
         policy = self.policy
-        notes = policy.load(Path(directory), verify=self._settings.verify_loads)
-        self._version = int(notes.get(_VERSION, policy.updates))
+        checked = self._settings.verify_loads if verify is None else verify
+        notes = policy.load(Path(directory), verify=checked)
+        self._version = int(notes.pop(_VERSION, policy.updates))
+        return self._led(notes)
 
     def shutdown(self) -> None:
         """Release the policy and leave the world; idempotent."""

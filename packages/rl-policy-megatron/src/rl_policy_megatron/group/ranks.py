@@ -36,6 +36,7 @@ class Ranks:
     def __init__(self, rank_class: type[PolicyRank], ranks: RankSettings, settings: GroupSettings) -> None:
         self._settings = settings
         self.world = ranks.world
+        self._collective_timeout_s = ranks.collective_timeout_s
         self._lock = threading.Lock()
         self._number = 0
         self._ended_by = ""
@@ -187,7 +188,13 @@ class Ranks:
 
     def _wait(self, call: str, asked: list[Any], timeout_s: float, limit: str) -> Answers:
         answers = answers_of(
-            call, asked, self._places, timeout_s=timeout_s, grace_s=self._settings.grace_s, limit=limit
+            call,
+            asked,
+            self._places,
+            timeout_s=timeout_s,
+            grace_s=self._settings.grace_s,
+            limit=limit,
+            collective_timeout_s=self._collective_timeout_s,
         )
         silent = set(answers.silent)
         self._unread.difference_update(asked[rank] for rank in range(self.world) if rank not in silent)
