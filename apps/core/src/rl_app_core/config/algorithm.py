@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Count, NonNegative, Positive, Share
+from .section import NonNegative, Positive, Share
 from .training import Training
 
 
@@ -47,8 +47,5 @@ class Algorithm(Training):
     """Leave groups whose rewards are all equal out of the denominators, too."""
     overlong_filtering: bool = False
     """Truncated answers keep their place in the baseline and are not trained."""
-    max_skipped_steps: Count = 10
-    """Steps in a row that may train nothing, because no sample is usable or the rewards of every group are
-    all equal; one more ends the run. Steps that are all right do not count."""
     shuffle_rewards: bool = False
     """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""

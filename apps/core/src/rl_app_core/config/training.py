@@ -38,6 +38,9 @@ class Training(Section):
     """Rollouts of one step that the infrastructure may fail before the run ends."""
     max_data_failures_share: Share = 0.5
     """Share of a step's rollouts that may fail for the row's or the environment's own fault."""
+    max_skipped_steps: Count = 10
+    """Steps in a row that may train nothing, because no sample is usable or the rewards of every group are
+    all equal; one more ends the run. Steps that are all right do not count."""
 
     @model_validator(mode="after")
     def _a_decay_has_an_end(self) -> Training:
