@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rl_app_core.config.reference import reference
-from rl_app_grpo.recipes import recipe_names
+from rl_app_grpo.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,7 +23,7 @@ def test_configuration_lists_every_key_as_it_is():
 
 def test_the_job_page_names_every_recipe_and_command():
     page = (DOCS / "grpo.md").read_text()
-    for name in recipe_names():
+    for name in RECIPES.names:
         assert f"| `{name}` |" in page
     shown = subprocess.run(
         [sys.executable, "-m", "rl_app_grpo", "--help"],

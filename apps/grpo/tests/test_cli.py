@@ -19,7 +19,7 @@ from rl_app_core.preflight import prepare
 from rl_app_core.run_directory import RunDirectory, Summary, append_record
 from rl_app_core.tiny_model import write_tiny_model
 from rl_app_grpo.cli import app
-from rl_app_grpo.recipes import find_recipe, recipe_names
+from rl_app_grpo.recipes import RECIPES
 
 IMPORTANCE_BOUNDS_SWAPPED = [
     "algorithm.importance_correction=tis",
@@ -186,7 +186,7 @@ def test_files_named_on_the_command_line_are_found_from_anywhere_later(grpo, tmp
 
 def test_a_run_that_another_process_works_on_is_left_alone(grpo, tmp_path):
     directory = RunDirectory.create(
-        tmp_path / "run", load_config(find_recipe("cpu"), model=GRPOConfig), "grpo"
+        tmp_path / "run", load_config(RECIPES.find("cpu"), model=GRPOConfig), "grpo"
     )
     with directory.locked():
         done = grpo("resume", "run")
@@ -195,7 +195,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(grpo, tmp_path):
 
 
 def test_a_run_that_is_done_is_not_done_again(grpo, tmp_path):
-    config = load_config(find_recipe("cpu"), ["algorithm.steps=3"], model=GRPOConfig)
+    config = load_config(RECIPES.find("cpu"), ["algorithm.steps=3"], model=GRPOConfig)
     directory = RunDirectory.create(tmp_path / "run", config, "grpo")
     append_record(directory.metrics_file, {"step": 3, "seconds": 1.0})
     directory.write_summary(Summary(3, 0.1, 0.9, 1.0, 10, 0.1, 0.1, 1.0, 0))
@@ -235,7 +235,7 @@ def test_validate_says_what_it_found_and_writes_nothing(grpo, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", RECIPES.names)
 def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
     # As in an environment with the engine; what is said where there is none has a test of its own.
@@ -244,21 +244,21 @@ def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch
     words = []
     if name == "smollm":
         with pytest.raises(ConfigError, match=r"model\.path"):
-            load_config(find_recipe(name), model=GRPOConfig)
+            load_config(RECIPES.find(name), model=GRPOConfig)
         write_tiny_model(tmp_path / "model", TinyModel(layers=1), tokenizer_texts(), seed=0)
         words = [f"model.path={tmp_path / 'model'}"]
-    prepared = prepare(load_config(find_recipe(name), words, model=GRPOConfig))
+    prepared = prepare(load_config(RECIPES.find(name), words, model=GRPOConfig))
     assert prepared.problems.train
     assert prepared.problems.held_out
 
 
 def test_the_recipes_are_those_that_the_documentation_names():
-    assert {"cpu", "cpu-tools", "cpu-vllm", "smollm"} <= set(recipe_names())
+    assert {"cpu", "cpu-tools", "cpu-vllm", "smollm"} <= set(RECIPES.names)
 
 
 def test_the_recipe_with_vllm_is_the_default_one_but_for_its_engine():
     default, vllm = (
-        load_config(find_recipe(name), model=GRPOConfig).model_dump() for name in ("cpu", "cpu-vllm")
+        load_config(RECIPES.find(name), model=GRPOConfig).model_dump() for name in ("cpu", "cpu-vllm")
     )
     assert vllm["generation"].pop("engine") == "vllm"
     assert default["generation"].pop("engine") == "megatron"

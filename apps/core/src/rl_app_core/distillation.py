@@ -1,0 +1,100 @@
+"""On-policy distillation: from the configuration to the method and the loop that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+from rl_algorithms.advantages import Constant, OnPolicyDistillation
+from rl_algorithms.distillation import DistillationError, TaskTeachers
+from rl_algorithms.loops import LoopSettings
+from rl_algorithms.losses import ClippedPGLoss, DistillationLoss, LossError
+from rl_algorithms.method import Method
+from rl_algorithms.protocols import PolicyLoss, Teacher
+
+from .compose import Runtime
+from .config import ConfigError, DistillationConfig
+from .job import Trainer
+from .teachers import policy_teacher
+
+
+def check_settings(config: DistillationConfig) -> None:
+    """Refuse combinations that the loss or the loop refuses.
+
+    Raises:
+        ConfigError: naming what does not go together.
+    """
+    try:
+        distillation_loss(config)
+        loop_settings(config)
+    except (LossError, DistillationError, ValueError) as error:
+        raise ConfigError(f"algorithm: {error}") from error
+
+
+def distillation_trainer(config: DistillationConfig, teachers: Mapping[str, Path]) -> Trainer:
+    """What the shared job trains by.
+
+    Args:
+        config: of the run.
+        teachers: directories in Hugging Face format, by the name of an environment; that of ``""`` is asked
+            about all other rows.
+
+    Raises:
+        ConfigError: see :func:`check_settings`.
+    """
+    check_settings(config)
+
+    @contextmanager
+    def method(runtime: Runtime) -> Generator[Method]:
+        advantage = OnPolicyDistillation() if config.algorithm.objective == "opd" else Constant()
+        with ExitStack() as stack:
+            opened: dict[str, Teacher] = {
+                agent: stack.enter_context(_open(config, model)) for agent, model in teachers.items()
+            }
+            otherwise = opened.pop("", None)
+            teacher = TaskTeachers(opened, otherwise) if opened or otherwise is None else otherwise
+            yield Method(advantage, distillation_loss(config), teacher=teacher)
+
+    return Trainer("distill", loop_settings(config), method, actors=len(teachers))
+
+
+def _open(config: DistillationConfig, model: Path) -> AbstractContextManager[Teacher]:
+    return policy_teacher(config, model, micro_batch_size=config.teacher.micro_batch_size)
+
+
+def distillation_loss(config: DistillationConfig) -> PolicyLoss:
+    """The loss that the configuration describes."""
+    algorithm = config.algorithm
+    if algorithm.objective == "opd":
+        return ClippedPGLoss(
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, normalization=algorithm.normalization
+        )
+    return DistillationLoss(
+        k=algorithm.top_k,
+        divergence=algorithm.divergence,
+        forward_weight=algorithm.forward_weight,
+        outside=algorithm.outside,
+        normalization=algorithm.normalization,
+    )
+
+
+def loop_settings(config: DistillationConfig) -> LoopSettings:
+    """The loop that the configuration describes."""
+    algorithm = config.algorithm
+    return LoopSettings(
+        steps=algorithm.steps,
+        prompts_per_step=algorithm.prompts_per_step,
+        group_size=algorithm.group_size,
+        learning_rate=algorithm.learning_rate,
+        warmup_steps=algorithm.warmup_steps,
+        decay=algorithm.decay,
+        learning_rate_floor=algorithm.final_share,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpointing.every,
+        updates_per_step=algorithm.updates_per_step,
+        max_infra_failures=algorithm.max_infra_failures,
+        max_data_failures_share=algorithm.max_data_failures_share,
+        max_skipped_steps=algorithm.max_skipped_steps,
+        seed=config.seed,
+    )

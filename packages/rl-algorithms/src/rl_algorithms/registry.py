@@ -1,0 +1,236 @@
+"""Every method by name: its term, its denominator, where it comes from, and how a run asks for it.
+
+``python -m rl_algorithms.registry`` prints the table of ``docs/algorithms.md``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Application = Literal["grpo", "distill", "library"]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodEntry:
+    """One line of the table.
+
+    Attributes:
+        name: as the field calls it.
+        application: the command that runs it; ``library`` methods are called from code.
+        term: what is minimised at each trained token.
+        normaliser: what the sum of the terms is divided by, over the whole batch.
+        advantage: what a rollout or a token is worth.
+        source: paper or report.
+        settings: configuration keys that ask for it, with their values; those of the CPU recipe aside.
+        test: file below ``packages/rl-algorithms/tests`` and function that hold its numbers.
+    """
+
+    name: str
+    application: Application
+    term: str
+    normaliser: str
+    advantage: str
+    source: str
+    settings: Mapping[str, object]
+    test: str
+
+
+_RATIO = "max(−A·ρ, −A·clip(ρ))"
+_TOKENS = "trained tokens"
+_GROUP = "(r − mean) / (std + ε) in the group"
+
+METHODS: tuple[MethodEntry, ...] = (
+    MethodEntry(
+        "GRPO",
+        "grpo",
+        _RATIO,
+        "sequences, each by its tokens",
+        _GROUP,
+        "arXiv:2402.03300",
+        {"algorithm.normalization": "sequence", "algorithm.clip_high": 0.2},
+        "test_advantages.py::test_c8_reference_values",
+    ),
+    MethodEntry(
+        "DAPO",
+        "grpo",
+        _RATIO,
+        _TOKENS,
+        _GROUP,
+        "arXiv:2503.14476",
+        {
+            "algorithm.clip_low": 0.2,
+            "algorithm.clip_high": 0.28,
+            "algorithm.dynamic_sampling": True,
+            "rewards.overlong_buffer": 4,
+        },
+        "test_collect.py",
+    ),
+    MethodEntry(
+        "leave-one-out baseline",
+        "grpo",
+        _RATIO,
+        _TOKENS,
+        "(r − mean of the others) / std of the others",
+        "arXiv:2402.14740",
+        {"algorithm.leave_one_out": True},
+        "test_advantages.py::test_c1_leave_one_out_does_not_divide_by_epsilon",
+    ),
+    MethodEntry(
+        "RLOO",
+        "grpo",
+        _RATIO,
+        _TOKENS,
+        "r − mean of the others",
+        "arXiv:2402.14740",
+        {"algorithm.advantage": "rloo"},
+        "test_advantages.py::test_c8_reference_values",
+    ),
+    MethodEntry(
+        "Dr. GRPO",
+        "grpo",
+        _RATIO,
+        "sequences × max_new_tokens",
+        "r − mean in the group",
+        "arXiv:2503.20783",
+        {"algorithm.advantage": "dr_grpo", "algorithm.normalization": "constant"},
+        "test_advantages.py",
+    ),
+    MethodEntry(
+        "REINFORCE++",
+        "grpo",
+        _RATIO,
+        _TOKENS,
+        "r, less the group's mean if asked, whitened over all trained tokens",
+        "arXiv:2501.03262",
+        {"algorithm.advantage": "reinforce_plus_plus", "algorithm.group_baseline": False},
+        "test_reinforce_plus_plus.py",
+    ),
+    MethodEntry(
+        "GDPO",
+        "grpo",
+        _RATIO,
+        _TOKENS,
+        "each component normalised in its group, summed, whitened",
+        "arXiv:2601.05242",
+        {"algorithm.advantage": "gdpo"},
+        "test_gdpo.py",
+    ),
+    MethodEntry(
+        "GSPO",
+        "grpo",
+        "as GRPO, ρ = exp(mean log-ratio of the sequence)",
+        "sequences, each by its tokens",
+        _GROUP,
+        "arXiv:2507.18071",
+        {"algorithm.objective": "gspo", "algorithm.normalization": "sequence"},
+        "test_clipped_pg.py",
+    ),
+    MethodEntry(
+        "CISPO",
+        "grpo",
+        "−A·stopgrad(clip(ρ))·lp",
+        _TOKENS,
+        _GROUP,
+        "arXiv:2506.13585",
+        {"algorithm.objective": "cispo"},
+        "test_clipped_pg.py",
+    ),
+    MethodEntry(
+        "REINFORCE",
+        "grpo",
+        "−A·lp",
+        _TOKENS,
+        _GROUP,
+        "Williams 1992",
+        {"algorithm.objective": "reinforce"},
+        "test_clipped_pg.py",
+    ),
+    MethodEntry(
+        "forced on-policy",
+        "grpo",
+        "−A·exp(lp − stopgrad(lp))",
+        _TOKENS,
+        _GROUP,
+        "ratio 1 with its gradient",
+        {"algorithm.objective": "on_policy"},
+        "test_clipped_pg.py",
+    ),
+    MethodEntry(
+        "dual clip",
+        "grpo",
+        "for A < 0 also min(…, −A·c)",
+        _TOKENS,
+        _GROUP,
+        "arXiv:1912.09729",
+        {"algorithm.dual_clip": 3.0},
+        "test_clipped_pg.py",
+    ),
+    MethodEntry(
+        "PPO with a critic",
+        "library",
+        _RATIO,
+        _TOKENS,
+        "generalised advantage estimation of a value head's outputs",
+        "arXiv:1506.02438, arXiv:1707.06347",
+        {},
+        "test_gae.py",
+    ),
+    MethodEntry(
+        "on-policy distillation, top k",
+        "distill",
+        "Σ p_S (log p_S − log p_T) over the teacher's top k and a tail bin; or forward, or mixed",
+        _TOKENS,
+        "none",
+        "arXiv:2306.13649",
+        {"algorithm.objective": "topk", "algorithm.divergence": "reverse"},
+        "test_distillation.py",
+    ),
+    MethodEntry(
+        "on-policy distillation as reinforcement",
+        "distill",
+        _RATIO,
+        _TOKENS,
+        "log p_T − log p_S of each token",
+        "arXiv:2306.13649",
+        {"algorithm.objective": "opd"},
+        "test_opd.py",
+    ),
+    MethodEntry("SFT", "library", "−lp", _TOKENS, "none", "maximum likelihood", {}, "test_sft_loss.py"),
+    MethodEntry(
+        "DPO",
+        "library",
+        "−log σ(β·(margin of the chosen − margin of the rejected))",
+        "pairs",
+        "none",
+        "arXiv:2305.18290",
+        {},
+        "test_dpo.py",
+    ),
+)
+
+
+def table(methods: tuple[MethodEntry, ...] = METHODS) -> str:
+    """The methods as a Markdown table."""
+    lines = [
+        "| method | command | term at each token | divided by | advantage A | source | settings | test |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in methods:
+        settings = "<br>".join(f"`{key}={_shown(value)}`" for key, value in entry.settings.items()) or "–"
+        command = f"`{entry.application}`" if entry.application != "library" else "library"
+        lines.append(
+            f"| {entry.name} | {command} | {entry.term} | {entry.normaliser} | {entry.advantage} | "
+            f"{entry.source} | {settings} | `{entry.test}` |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())
