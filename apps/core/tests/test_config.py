@@ -193,7 +193,6 @@ def test_an_unrecognisable_key_says_where_the_keys_are_listed():
             ["algorithm: final_share=0.1 has no effect with decay=constant", "linear or cosine"],
         ),
         (["policy.recompute=some"], ["policy.recompute='some'", "'none' or 'full'"]),
-        (["algorithm.advantage=gae"], ["algorithm.advantage='gae'", "'grpo'"]),
         (["model.path=/nowhere"], ["exactly one of model.path", "model.tiny"]),
         (["data.train.path=x.jsonl"], ["exactly one of data.train.dataset_name"]),
         (["warm_start.steps=5"], ["last phase must reach step 5"]),

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rl_algorithms.advantages import dr_grpo_advantages
 from rl_algorithms.filters import not_truncated, zero_spread_groups
-from rl_algorithms.rewards import LinearScaling, OverlongPenalty, RewardError, RewardShaping
-from rl_gym_bridge.trajectory import StopReason
+from rl_algorithms.rewards import LinearScaling, OverlongPenalty, RewardError, RewardPenalties, RewardShaping
+from rl_gym_bridge.trajectory import StopReason, Trajectory, Turn
 
 
 def doubles(*values):
@@ -28,12 +30,33 @@ def test_c9_overlong_penalty_values():
         OverlongPenalty(20, 0)
 
 
+def rollout(tokens, reason=StopReason.STOP, **faults):
+    turn = Turn((1,), (2,) * tokens, (-1.0,) * tokens, **faults)
+    return Trajectory((turn,), 1.0, reason, group_id="g", rollout_id="g/0")
+
+
+def test_each_broken_rule_costs_once():
+    penalties = RewardPenalties(invalid_tool_call=0.5, malformed_thinking=0.25, truncated=2.0)
+    twice = Turn((1,), (2,), (-1.0,), invalid_tool_call=True)
+    rollouts = [
+        rollout(3),
+        replace(rollout(1), turns=(twice, twice)),
+        rollout(1, StopReason.TOOL_LIMIT, invalid_tool_call=True, malformed_thinking=True),
+    ]
+    assert penalties(rollouts).tolist() == [0, 0.5, 2.75]
+    shaping = RewardShaping(scaling=LinearScaling(0, 2, 0, 1), penalties=penalties)
+    assert shaping(doubles(2, 2, float("nan")), rollouts)[:2].tolist() == [1, 0.5]
+    assert shaping(doubles(2, 2, float("nan")), rollouts)[2].isnan()
+    with pytest.raises(RewardError, match="penalty truncated"):
+        RewardPenalties(truncated=-1.0)
+
+
 def test_shaping_order_and_the_stop_properly_coefficient():
-    lengths, cut = torch.tensor([5, 20]), torch.tensor([False, True])
+    rollouts = [rollout(5), rollout(20, StopReason.LENGTH)]
     shaped = RewardShaping(scaling=LinearScaling(0, 2, 0, 1), overlong=OverlongPenalty(20, 4))
-    assert shaped(doubles(2, 2), lengths, cut).tolist() == [1, 0]
-    assert RewardShaping(stop_properly_coefficient=0.25)(doubles(2, 2), lengths, cut).tolist() == [2, 0.5]
-    assert RewardShaping()(doubles(2, 2), lengths, cut).tolist() == [2, 2]
+    assert shaped(doubles(2, 2), rollouts).tolist() == [1, 0]
+    assert RewardShaping(stop_properly_coefficient=0.25)(doubles(2, 2), rollouts).tolist() == [2, 0.5]
+    assert RewardShaping()(doubles(2, 2), rollouts).tolist() == [2, 2]
     with pytest.raises(RewardError, match="replaces the overlong penalty"):
         RewardShaping(overlong=OverlongPenalty(20, 4), stop_properly_coefficient=0.5)
     with pytest.raises(RewardError, match=r"\[0, 1\], got 1.5"):
@@ -41,10 +64,10 @@ def test_shaping_order_and_the_stop_properly_coefficient():
 
 
 def test_c4_a_reward_that_is_taken_away_is_away_before_the_baseline():
-    lengths, cut = torch.tensor([5, 20]), torch.tensor([False, True])
+    rollouts = [rollout(5), rollout(20, StopReason.LENGTH)]
     found = []
     for paid in (1.0, 100.0):
-        shaped = RewardShaping(stop_properly_coefficient=0.0)(doubles(1.0, paid), lengths, cut)
+        shaped = RewardShaping(stop_properly_coefficient=0.0)(doubles(1.0, paid), rollouts)
         found.append(dr_grpo_advantages(shaped, ["g", "g"], torch.tensor([True, True])).tolist())
     assert found[0] == found[1] == [0.5, -0.5]
 

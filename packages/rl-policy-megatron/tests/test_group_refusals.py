@@ -164,7 +164,11 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any, Path], Any], type[Exception], str]
         SettingsError,
         "learning_rate",
     ),
-    "top 0": (lambda p, b, at: p.topk_logits(b, 0), LossError, "integer between 1 and the vocabulary of 61, got 0"),
+    "top 0": (
+        lambda p, b, at: p.topk_logits(b, 0),
+        LossError,
+        "integer between 1 and the vocabulary of 61, got 0",
+    ),
     "no reference": (lambda p, b, at: p.reference_logprobs(b), RuntimeStateError, "no reference weights"),
     "loss raises": (
         lambda p, b, at: p.train(b, dividing_by_0, learning_rate=RATE),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rl_algorithms.advantages import Constant, OnPolicyDistillation
 from rl_algorithms.distillation import DistillationError, TaskTeachers
-from rl_algorithms.loops import LoopSettings
 from rl_algorithms.losses import ClippedPGLoss, DistillationLoss, LossError
 from rl_algorithms.method import Method
 from rl_algorithms.protocols import PolicyLoss, Teacher
@@ -16,6 +15,7 @@ from rl_algorithms.protocols import PolicyLoss, Teacher
 from .compose import Runtime
 from .config import ConfigError, DistillationConfig
 from .job import Trainer
+from .loop_plan import shared_loop_settings
 from .teachers import policy_teacher
 
 
@@ -27,7 +27,7 @@ def check_settings(config: DistillationConfig) -> None:
     """
     try:
         distillation_loss(config)
-        loop_settings(config)
+        shared_loop_settings(config)
     except (LossError, DistillationError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error
 
@@ -56,7 +56,7 @@ def distillation_trainer(config: DistillationConfig, teachers: Mapping[str, Path
             teacher = TaskTeachers(opened, otherwise) if opened or otherwise is None else otherwise
             yield Method(advantage, distillation_loss(config), teacher=teacher)
 
-    return Trainer("distill", loop_settings(config), method, actors=len(teachers))
+    return Trainer("distill", shared_loop_settings(config), method, actors=len(teachers))
 
 
 def _open(config: DistillationConfig, model: Path) -> AbstractContextManager[Teacher]:
@@ -76,25 +76,4 @@ def distillation_loss(config: DistillationConfig) -> PolicyLoss:
         forward_weight=algorithm.forward_weight,
         outside=algorithm.outside,
         normalization=algorithm.normalization,
-    )
-
-
-def loop_settings(config: DistillationConfig) -> LoopSettings:
-    """The loop that the configuration describes."""
-    algorithm = config.algorithm
-    return LoopSettings(
-        steps=algorithm.steps,
-        prompts_per_step=algorithm.prompts_per_step,
-        group_size=algorithm.group_size,
-        learning_rate=algorithm.learning_rate,
-        warmup_steps=algorithm.warmup_steps,
-        decay=algorithm.decay,
-        learning_rate_floor=algorithm.final_share,
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpointing.every,
-        updates_per_step=algorithm.updates_per_step,
-        max_infra_failures=algorithm.max_infra_failures,
-        max_data_failures_share=algorithm.max_data_failures_share,
-        max_skipped_steps=algorithm.max_skipped_steps,
-        seed=config.seed,
     )

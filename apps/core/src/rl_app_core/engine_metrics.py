@@ -56,7 +56,10 @@ def engine_summary(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def engine_line(summary: Summary) -> str:
     """The same for a person."""
     refits = f", {summary.seconds_refit:.1f} s of refits" if summary.seconds_refit else ""
-    return (
-        f"{summary.generation_tokens_per_second:,.0f} tokens/s{refits}; log-probabilities differ from the "
-        f"policy's by {summary.logprob_gap_mean:.1g} nats on average, {summary.logprob_gap_max:.1g} at most"
-    )
+    speed = f"{summary.generation_tokens_per_second:,.0f} tokens/s{refits}"
+    if not summary.logprob_gap_max:
+        # A method that compares with a teacher alone does not score with the policy before it learns.
+        return speed
+    mean, largest = summary.logprob_gap_mean, summary.logprob_gap_max
+    gap = f"{mean:.1g} nats on average, {largest:.1g} at most"
+    return f"{speed}; log-probabilities differ from the policy's by {gap}"

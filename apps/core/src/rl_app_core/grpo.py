@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
-from rl_algorithms.advantages import GroupRelative
-from rl_algorithms.loops import LoopSettings
-from rl_algorithms.losses import ClippedPGLoss
-from rl_algorithms.losses.normalization import LossError
-from rl_algorithms.method import Method
-from rl_algorithms.rewards import OverlongPenalty, RewardError, RewardShaping
+from rl_algorithms.advantages import (
+    GDPO,
+    AdvantageError,
+    AdvantageEstimator,
+    GroupRelative,
+    KLInReward,
+    MessageOverrides,
+    ReinforcePlusPlus,
+)
+from rl_algorithms.loops import LoopError, LoopSettings
+from rl_algorithms.loops.limits import check_method
+from rl_algorithms.losses import ClippedPGLoss, LossError
+from rl_algorithms.method import Method, MethodError
+from rl_algorithms.protocols import PolicyLoss
+from rl_algorithms.rewards import (
+    LinearScaling,
+    OverlongPenalty,
+    RewardError,
+    RewardPenalties,
+    RewardShaping,
+)
 
 from .config import ConfigError, GRPOConfig
 from .job import Trainer
+from .loop_plan import shared_loop_settings
+from .plugins import made_from
+
+_ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo")
+_LOSS = "clipped_pg"
 
 
 def grpo_trainer(config: GRPOConfig) -> Trainer:
@@ -26,44 +47,105 @@ def grpo_trainer(config: GRPOConfig) -> Trainer:
 
 
 def check_settings(config: GRPOConfig) -> None:
-    """Refuse combinations that the loss or the loop refuses.
+    """Refuse combinations that advantage, loss or loop refuse.
 
     Raises:
         ConfigError: naming what does not go together.
     """
     try:
-        method(config)
-        loop_settings(config)
-    except (LossError, RewardError, ValueError) as error:
+        check_method(loop_settings(config), method(config))
+    except ConfigError:
+        raise
+    except (AdvantageError, LossError, LoopError, MethodError, RewardError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error
 
 
 def method(config: GRPOConfig) -> Method:
-    """Advantage and loss that the configuration describes."""
+    """Advantage and loss that the configuration describes.
+
+    Raises:
+        ConfigError, AdvantageError, LossError, MethodError, ValueError: settings that cannot be meant.
+    """
     algorithm = config.algorithm
-    if algorithm.leave_one_out and algorithm.advantage != "grpo":
+    advantage = _advantage(config)
+    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
+        advantage = KLInReward(advantage, algorithm.kl_coefficient, algorithm.kl_form)
+    return Method(
+        advantage,
+        policy_loss(config),
+        overrides=MessageOverrides(
+            algorithm.invalid_tool_call_advantage, algorithm.malformed_thinking_advantage
+        ),
+        advantage_clip=algorithm.advantage_clip,
+    )
+
+
+def _advantage(config: GRPOConfig) -> AdvantageEstimator:
+    algorithm, name = config.algorithm, config.algorithm.advantage
+    options = algorithm.advantage_options
+    if algorithm.leave_one_out and name != "grpo":
+        raise ValueError(f"leave_one_out belongs to advantage=grpo, not to {name}; leave it out")
+    if not algorithm.normalize and name != "grpo":
+        raise ValueError(f"normalize=false belongs to advantage=grpo, not to {name}; leave it out")
+    if not algorithm.group_baseline and name != "reinforce_plus_plus":
         raise ValueError(
-            f"leave_one_out belongs to advantage=grpo, not to {algorithm.advantage}; leave it out"
+            f"group_baseline=false belongs to advantage=reinforce_plus_plus, not to {name}; leave it out"
         )
-    advantages = {
-        "grpo": GroupRelative(leave_one_out=algorithm.leave_one_out, normalize=algorithm.normalize),
-        "rloo": GroupRelative(leave_one_out=True, normalize=False),
-        "dr_grpo": GroupRelative(normalize=False),
-    }
-    return Method(advantages[algorithm.advantage], policy_loss(config))
+    if options and name in _ADVANTAGES and name != "gdpo":
+        raise ValueError(f"advantage_options are of gdpo or of a class of your own, not of {name}")
+    if name == "grpo":
+        return GroupRelative(leave_one_out=algorithm.leave_one_out, normalize=algorithm.normalize)
+    if name == "rloo":
+        return GroupRelative(leave_one_out=True, normalize=False)
+    if name == "dr_grpo":
+        return GroupRelative(normalize=False)
+    if name == "reinforce_plus_plus":
+        return ReinforcePlusPlus(group_baseline=algorithm.group_baseline)
+    if name == "gdpo":
+        if options.keys() - {"weights"}:
+            raise ValueError(f"advantage_options of gdpo are weights alone, got {', '.join(sorted(options))}")
+        return GDPO(**options)
+    return made_from(
+        "algorithm.advantage",
+        name,
+        options,
+        known=_ADVANTAGES,
+        members=("needs", "uses_rewards", "__call__"),
+    )
 
 
-def policy_loss(config: GRPOConfig) -> ClippedPGLoss:
-    """The loss that the configuration describes."""
+def policy_loss(config: GRPOConfig) -> PolicyLoss:
+    """The loss that the configuration describes.
+
+    Raises:
+        ConfigError, LossError, ValueError: settings that cannot be meant.
+    """
     algorithm = config.algorithm
+    if algorithm.loss != _LOSS:
+        return made_from(
+            "algorithm.loss",
+            algorithm.loss,
+            algorithm.loss_options,
+            known=(_LOSS,),
+            members=("needs", "trains_zero_advantage_rows", "__call__"),
+        )
+    if algorithm.loss_options:
+        raise ValueError(
+            "loss_options are of a class of your own; clipped_pg is described by the keys of algorithm"
+        )
     return ClippedPGLoss(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
-        kl_coefficient=algorithm.kl_coefficient,
+        disable_ppo_ratio=algorithm.objective == "reinforce",
+        force_on_policy_ratio=algorithm.objective == "on_policy",
+        sequence_ratio=algorithm.objective == "gspo",
+        cispo=algorithm.objective == "cispo",
+        kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_form,
         entropy_coefficient=algorithm.entropy_coefficient,
         report_entropy=algorithm.report_entropy,
+        positive_nll_coefficient=algorithm.positive_nll_coefficient,
         importance_correction=algorithm.importance_correction,
         importance_min=algorithm.importance_min,
         importance_max=algorithm.importance_max,
@@ -73,33 +155,27 @@ def policy_loss(config: GRPOConfig) -> ClippedPGLoss:
 
 
 def loop_settings(config: GRPOConfig) -> LoopSettings:
-    """The loop that the configuration describes."""
+    """The loop that the configuration describes.
+
+    Raises:
+        RewardError, ValueError: settings that cannot be meant.
+    """
     algorithm = config.algorithm
-    return LoopSettings(
-        steps=algorithm.steps,
-        prompts_per_step=algorithm.prompts_per_step,
-        group_size=algorithm.group_size,
-        learning_rate=algorithm.learning_rate,
-        warmup_steps=algorithm.warmup_steps,
-        decay=algorithm.decay,
-        learning_rate_floor=algorithm.final_share,
-        evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpointing.every,
-        updates_per_step=algorithm.updates_per_step,
+    return replace(
+        shared_loop_settings(config),
         shaping=reward_shaping(config),
         shuffle_rewards=algorithm.shuffle_rewards,
         filter_zero_spread=algorithm.filter_zero_spread,
-        max_infra_failures=algorithm.max_infra_failures,
-        max_data_failures_share=algorithm.max_data_failures_share,
-        max_skipped_steps=algorithm.max_skipped_steps,
+        dynamic_sampling=algorithm.dynamic_sampling,
+        max_generation_rounds=algorithm.max_generation_rounds,
         overlong_filtering=algorithm.overlong_filtering,
-        seed=config.seed,
     )
 
 
 def reward_shaping(config: GRPOConfig) -> RewardShaping:
     """What the configuration does to rewards."""
     rewards = config.rewards
+    scaling, penalties = rewards.scaling, rewards.penalties
     overlong = None
     if rewards.overlong_buffer:
         overlong = OverlongPenalty(
@@ -107,4 +183,13 @@ def reward_shaping(config: GRPOConfig) -> RewardShaping:
             buffer=rewards.overlong_buffer,
             penalty=rewards.overlong_penalty,
         )
-    return RewardShaping(overlong=overlong, stop_properly_coefficient=rewards.stop_properly_coefficient)
+    return RewardShaping(
+        scaling=None
+        if scaling is None
+        else LinearScaling(scaling.source_min, scaling.source_max, scaling.target_min, scaling.target_max),
+        overlong=overlong,
+        stop_properly_coefficient=rewards.stop_properly_coefficient,
+        penalties=RewardPenalties(
+            penalties.invalid_tool_call, penalties.malformed_thinking, penalties.truncated
+        ),
+    )

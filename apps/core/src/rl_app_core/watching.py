@@ -31,6 +31,8 @@ def step_watcher(
             reporter.line(_skip(report, config))
         held_out = metrics.get("held_out/accuracy")
         shown = {"reward": metrics["reward_mean"], "length": metrics["length_mean"]}
+        if "divergence" in metrics:
+            shown["divergence"] = metrics["divergence"]
         if held_out is not None:
             shown["held-out accuracy"] = held_out
         if failures := metrics["failures_infra"] + metrics["failures_data"]:

@@ -37,6 +37,7 @@ class TrainBatch:
         teacher_topk_ids: ``[B, S, K]`` int64, those tokens, or ``None``.
         global_valid_tokens: masked-in tokens of masked-in rows of the whole batch.
         global_valid_samples: masked-in rows with such a token, of the whole batch.
+        global_positive_tokens: those of the valid tokens whose advantage is positive.
 
     Raises:
         BatchError: a shape or dtype that does not fit.
@@ -55,6 +56,7 @@ class TrainBatch:
     teacher_logprobs: torch.Tensor | None = None
     teacher_topk_logprobs: torch.Tensor | None = None
     teacher_topk_ids: torch.Tensor | None = None
+    global_positive_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         rows, width = self.input_ids.shape if self.input_ids.ndim == 2 else (-1, -1)
@@ -180,8 +182,11 @@ class TrainBatch:
         )
 
     def with_advantages(self, advantages: torch.Tensor) -> TrainBatch:
-        """A copy with ``[B]`` or ``[B, S]`` advantages, as float32 constants on this device."""
-        return replace(self, advantages=self._constant(advantages))
+        """A copy with ``[B]`` or ``[B, S]`` advantages, as float32 constants on this device.
+
+        For whole batches: what depends on advantages is counted anew.
+        """
+        return replace(self, advantages=self._constant(advantages)).with_own_denominators()
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.detach().to(device=self.input_ids.device, dtype=torch.float32)
@@ -193,6 +198,7 @@ class TrainBatch:
             self,
             global_valid_tokens=float(mask.sum()),
             global_valid_samples=float(mask.any(1).sum()),
+            global_positive_tokens=float((mask & (self.token_advantages > 0)).sum()),
         )
 
     def without_zero_gradient_rows(self, *, keep_zero_advantages: bool = False) -> TrainBatch:
@@ -216,7 +222,7 @@ class TrainBatch:
         return replace(self, **{name: None if t is None else t.to(device) for name, t in moved.items()})
 
 
-_COUNTS = ("global_valid_tokens", "global_valid_samples")
+_COUNTS = ("global_valid_tokens", "global_valid_samples", "global_positive_tokens")
 
 
 def build_train_batch(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from rl_gym_bridge.trajectory import Trajectory
 
 
 class RewardError(ValueError):
@@ -66,6 +69,43 @@ class OverlongPenalty:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardPenalties:
+    """What is subtracted from the reward of a rollout that broke a rule, once for each rule.
+
+    Attributes:
+        invalid_tool_call: a turn wrote its tool call as text instead of making it.
+        malformed_thinking: a turn's thinking tags do not match.
+        truncated: the policy was cut off before it ended its answer.
+
+    Raises:
+        RewardError: a penalty that is negative or not finite.
+    """
+
+    invalid_tool_call: float = 0.0
+    malformed_thinking: float = 0.0
+    truncated: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rule in ("invalid_tool_call", "malformed_thinking", "truncated"):
+            if not 0 <= getattr(self, rule) < math.inf:
+                raise RewardError(
+                    f"the penalty {rule} must be a finite number >= 0, got {getattr(self, rule)}"
+                )
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """``[N]`` float64: the sum of each rollout's penalties."""
+        return torch.tensor(
+            [
+                self.invalid_tool_call * any(turn.invalid_tool_call for turn in t.turns)
+                + self.malformed_thinking * any(turn.malformed_thinking for turn in t.turns)
+                + self.truncated * t.stop_reason.truncated
+                for t in trajectories
+            ],
+            dtype=torch.float64,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RewardShaping:
     """What is done to rewards before advantages; nothing by default.
 
@@ -74,11 +114,13 @@ class RewardShaping:
         overlong: added next.
         stop_properly_coefficient: c in [0, 1]; the reward of truncated samples is multiplied by
             it. It takes the place of ``overlong``: giving both is refused.
+        penalties: subtracted last.
     """
 
     scaling: LinearScaling | None = None
     overlong: OverlongPenalty | None = None
     stop_properly_coefficient: float | None = None
+    penalties: RewardPenalties | None = None
 
     def __post_init__(self) -> None:
         coefficient = self.stop_properly_coefficient
@@ -87,11 +129,15 @@ class RewardShaping:
         if coefficient is not None and self.overlong is not None:
             raise RewardError("stop_properly_coefficient replaces the overlong penalty: give one of them")
 
-    def __call__(self, rewards: torch.Tensor, lengths: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Shaped rewards ``[N]`` from rewards, sampled tokens and truncation flags, each ``[N]``."""
+    def __call__(self, rewards: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """Shaped rewards ``[N]`` from the rewards of N rollouts; NaN stays NaN."""
         shaped = self.scaling(rewards) if self.scaling else rewards
         if self.overlong is not None:
+            lengths = torch.tensor([t.sampled_tokens for t in trajectories], dtype=torch.int64)
             shaped = shaped + self.overlong(lengths).to(shaped.dtype)
         if self.stop_properly_coefficient is not None:
+            truncated = torch.tensor([t.stop_reason.truncated for t in trajectories], dtype=torch.bool)
             shaped = torch.where(truncated, shaped * self.stop_properly_coefficient, shaped)
+        if self.penalties is not None:
+            shaped = shaped - self.penalties(trajectories).to(shaped.dtype)
         return shaped

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, model_validator
 
-from .section import Beta, Count, File, NonNegative, Positive, Section, Share
+from .section import Beta, Count, File, Finite, NonNegative, Positive, Section, Share
 
 
 class TinyModel(Section):
@@ -160,8 +160,35 @@ class WarmStart(Section):
         return self
 
 
+class RewardScaling(Section):
+    """Rewards from one range to another, clamped to it."""
+
+    source_min: Finite
+    """The environment's lowest reward."""
+    source_max: Finite
+    """Its highest."""
+    target_min: Finite = 0.0
+    """What the lowest becomes."""
+    target_max: Finite = 1.0
+    """What the highest becomes."""
+
+
+class RewardPenalties(Section):
+    """Subtracted from the reward of a rollout that broke a rule, once for each rule."""
+
+    invalid_tool_call: NonNegative = 0.0
+    """A turn wrote its tool call as text instead of making it."""
+    malformed_thinking: NonNegative = 0.0
+    """A turn's thinking tags do not match."""
+    truncated: NonNegative = 0.0
+    """The policy was cut off before it ended its answer."""
+
+
 class Rewards(Section):
     """What is done to an environment's rewards before advantages are made of them."""
+
+    scaling: RewardScaling | None = None
+    penalties: RewardPenalties = RewardPenalties()
 
     overlong_buffer: Count = 0
     """The last so many tokens before ``generation.max_new_tokens`` are punished, linearly; 0 is off."""
@@ -176,6 +203,21 @@ class Evaluation(Section):
 
     every: PositiveInt = 5
     """Steps between measurements; before and after are always measured."""
+    samples: Count = 0
+    """Sampled answers to each held-out problem, beside the greedy one; for pass@k."""
+    pass_at: tuple[PositiveInt, ...] = ()
+    """Each k of pass@k to report, at most ``samples``."""
+    stop_at: Share | None = None
+    """End the run once the held-out accuracy is at least this."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Evaluation:
+        if max(self.pass_at, default=0) > self.samples or bool(self.samples) != bool(self.pass_at):
+            raise ValueError(
+                f"pass_at={list(self.pass_at)} with samples={self.samples}: pass@k needs at least k samples, "
+                "and samples are of no use without it; give both, or neither"
+            )
+        return self
 
 
 class Checkpointing(Section):
@@ -185,6 +227,8 @@ class Checkpointing(Section):
     """Steps between checkpoints."""
     keep: PositiveInt = 2
     """How many of the newest are kept."""
+    keep_best: Count = 0
+    """How many of the best are kept beside them, by held-out accuracy; of equal ones the later."""
 
 
 class Logging(Section):

@@ -20,6 +20,8 @@ class Training(Section):
     """Rollouts of each prompt; the group that advantages are computed in."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates, each on its part of the step's rollouts; the parts are as equal as can be."""
+    max_epochs: PositiveInt | None = None
+    """Passes over the rows after which the run ends, if its steps are not done before."""
     learning_rate: NonNegative = 2e-4
     """After the warm-up; 0 changes nothing, as a control."""
     warmup_steps: Count = 5

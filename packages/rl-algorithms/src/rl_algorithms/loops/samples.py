@@ -144,7 +144,7 @@ def judge(
     if uses_rewards:
         _warn_of_missing_rewards(trajectories, step)
         valid = valid & ~torch.isnan(rewards)
-    shaped = settings.shaping(rewards, lengths, ~keeps_end)
+    shaped = settings.shaping(rewards, trajectories)
     if settings.shuffle_rewards:
         rewards, shaped = _shuffled(valid, rewards, shaped, seed=settings.seed, step=step)
 

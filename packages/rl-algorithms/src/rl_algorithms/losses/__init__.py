@@ -2,7 +2,8 @@
 
 from .clipped_pg import ClippedPGLoss
 from .distillation import DistillationLoss
+from .dpo import DPOLoss
 from .normalization import LossError
 from .sft import SFTLoss
 
-__all__ = ["ClippedPGLoss", "DistillationLoss", "LossError", "SFTLoss"]
+__all__ = ["ClippedPGLoss", "DPOLoss", "DistillationLoss", "LossError", "SFTLoss"]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from ..batching import TrainBatch
-from ..kl import KL_KINDS, KLEstimate, KLKind, kl_estimate
-from ..metrics import Metric
+from ..kl import KLEstimate, KLKind, kl_estimate
+from ..metrics import Mean, Metric
 from ..needs import Needs
 from ..protocols import LogitsView
-from .importance import IMPORTANCE_CORRECTIONS, ImportanceCorrection, ImportanceWeights, importance_weights
-from .normalization import NORMALIZATIONS, LossError, Normalization, global_share, masked
+from .clipped_pg_checks import check_combinations, check_ranges
+from .importance import ImportanceCorrection, ImportanceWeights, importance_weights
+from .normalization import LossError, Normalization, global_share, masked
 from .policy_metrics import policy_metrics
 
 # exp(20) is 5e8: far beyond any ratio that means something, far below overflow in float32.
@@ -28,6 +28,9 @@ class ClippedPGLoss:
         clip_low, clip_high: how far the ratio may fall below and rise above 1.
         dual_clip: c > 1; for A < 0 the term is at most ``−A·c``. ``None`` is off.
         disable_ppo_ratio: REINFORCE, the term is ``−A·lp``; nothing is clipped.
+        sequence_ratio: GSPO: the ratio of every token is ``exp`` of the *mean* log-ratio over the sequence's
+            trained tokens; each token's gradient is its own. Needs ``normalization`` ``sequence``.
+        cispo: the term is ``−A·stopgrad(clip(ratio))·lp``: a clipped token keeps its gradient.
         force_on_policy_ratio: the ratio is 1 with gradient (``prev`` is the current policy, without
             gradient); ``batch.prev_logprobs`` is not read.
         kl_coefficient: weight of the KL term against ``batch.reference_logprobs``; it carries
@@ -35,9 +38,11 @@ class ClippedPGLoss:
         kl_kind, kl_input_clamp, kl_output_clamp: see :func:`rl_algorithms.kl.kl_estimate`.
         entropy_coefficient: weight of the entropy bonus (subtracted). 0 is off.
         report_entropy: compute the entropy for the metrics alone.
-        importance_correction: ``tis`` or ``icepop``: weight each token's policy term with
+        positive_nll_coefficient: weight of the negative log-likelihood of tokens with a positive advantage,
+            divided by the number of such tokens in the whole batch. 0 is off.
+        importance_correction: ``tis``, ``icepop`` or ``seq-mask-tis``: weight each token's policy term with
             ``exp(prev − generation)``, see :func:`rl_algorithms.losses.importance.importance_weights`.
-            Needs ``importance_max``, ``icepop`` also ``importance_min`` (0 for ``tis`` if not given).
+            Needs ``importance_max``, all but ``tis`` also ``importance_min`` (0 for ``tis`` if not given).
         normalization: ``token``, ``sequence`` or ``constant``; the denominators are in
             :func:`rl_algorithms.losses.normalization.global_share`.
         constant_length: tokens per sequence that ``constant`` divides by.
@@ -49,7 +54,9 @@ class ClippedPGLoss:
             batch without the log-probabilities that the settings need.
 
     Sources: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; asymmetric clip and token-level loss
-    (DAPO), arXiv:2503.14476; constant normaliser (Dr. GRPO), arXiv:2503.20783.
+    (DAPO), arXiv:2503.14476; constant normaliser (Dr. GRPO), arXiv:2503.20783; GSPO, arXiv:2507.18071,
+    equations 5 and 14; CISPO, arXiv:2506.13585, equation 4; likelihood of positive examples (VAPO),
+    arXiv:2504.05118.
     """
 
     clip_low: float = 0.2
@@ -57,12 +64,15 @@ class ClippedPGLoss:
     dual_clip: float | None = None
     disable_ppo_ratio: bool = False
     force_on_policy_ratio: bool = False
+    sequence_ratio: bool = False
+    cispo: bool = False
     kl_coefficient: float = 0.0
     kl_kind: KLKind = "k3"
     kl_input_clamp: float = 20.0
     kl_output_clamp: float = 10.0
     entropy_coefficient: float = 0.0
     report_entropy: bool = False
+    positive_nll_coefficient: float = 0.0
     importance_correction: ImportanceCorrection | None = None
     importance_min: float | None = None
     importance_max: float | None = None
@@ -70,8 +80,8 @@ class ClippedPGLoss:
     constant_length: int | None = None
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
-        _check_combinations(self)
+        check_ranges(self)
+        check_combinations(self)
 
     @property
     def needs(self) -> Needs:
@@ -92,8 +102,8 @@ class ClippedPGLoss:
         generation = masked(batch.generation_logprobs, mask)
         advantages = masked(batch.token_advantages, mask)
 
-        ratio = torch.exp((logprobs - prev).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
-        objective = -advantages * logprobs if self.disable_ppo_ratio else self._clipped(ratio, advantages)
+        ratio = self._ratio(logprobs, prev, mask)
+        objective = self._objective(ratio, logprobs, advantages)
         weights = self._importance_weights(prev, generation, mask)
         if weights is not None:
             objective = objective * weights.values
@@ -106,6 +116,10 @@ class ClippedPGLoss:
             objective = objective - self.entropy_coefficient * entropy
 
         loss = global_share(objective, mask, batch, self.normalization, self.constant_length)
+        positive = None
+        if self.positive_nll_coefficient > 0:
+            positive = torch.where(mask & (advantages > 0), -logprobs, 0.0).sum()
+            loss = loss + self.positive_nll_coefficient * positive / (batch.global_positive_tokens or 1.0)
         metrics = policy_metrics(
             loss=loss,
             mask=mask,
@@ -118,6 +132,9 @@ class ClippedPGLoss:
             kl=kl,
             entropy=entropy,
         )
+        if positive is not None:
+            count = float((mask & (advantages > 0)).sum())
+            metrics["positive_nll"] = Mean(float(positive.detach()), count)
         return loss, metrics
 
     def _prev_logprobs(self, logprobs: torch.Tensor, mask: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
@@ -129,6 +146,24 @@ class ClippedPGLoss:
                 "update (TrainBatch.with_logprobs), or set force_on_policy_ratio"
             )
         return masked(batch.prev_logprobs, mask)
+
+    def _ratio(self, logprobs: torch.Tensor, prev: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        log_ratio = logprobs - prev
+        if self.sequence_ratio:
+            counts = mask.sum(1, keepdim=True).clamp(min=1)
+            mean = (masked(log_ratio, mask).sum(1, keepdim=True) / counts).detach()
+            # The value of the mean with each token's own gradient.
+            log_ratio = mean + (logprobs - logprobs.detach())
+        return torch.exp(log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
+
+    def _objective(
+        self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> torch.Tensor:
+        if self.disable_ppo_ratio:
+            return -advantages * logprobs
+        if self.cispo:
+            return -advantages * ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high) * logprobs
+        return self._clipped(ratio, advantages)
 
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -174,51 +209,3 @@ class ClippedPGLoss:
             input_clamp=self.kl_input_clamp,
             output_clamp=self.kl_output_clamp,
         )
-
-
-def _check_ranges(loss: ClippedPGLoss) -> None:
-    def refuse(name: str, want: str) -> None:
-        raise LossError(f"{name} must be {want}, got {getattr(loss, name)!r}")
-
-    if not 0 <= loss.clip_low < 1:
-        refuse("clip_low", "in [0, 1)")
-    for name in ("clip_high", "kl_coefficient", "entropy_coefficient"):
-        if not 0 <= getattr(loss, name) < math.inf:
-            refuse(name, "a finite number >= 0")
-    for name in ("kl_input_clamp", "kl_output_clamp"):
-        if not 0 < getattr(loss, name) < math.inf:
-            refuse(name, "a finite number > 0")
-    if loss.dual_clip is not None and not 1 < loss.dual_clip < math.inf:
-        refuse("dual_clip", "a finite number > 1, or None")
-    if loss.constant_length is not None and loss.constant_length < 1:
-        refuse("constant_length", "at least 1")
-    for name, known in (
-        ("kl_kind", KL_KINDS),
-        ("normalization", NORMALIZATIONS),
-        ("importance_correction", (None, *IMPORTANCE_CORRECTIONS)),
-    ):
-        if getattr(loss, name) not in known:
-            refuse(name, f"one of {', '.join(str(k) for k in known)}")
-
-
-def _check_combinations(loss: ClippedPGLoss) -> None:
-    if loss.disable_ppo_ratio and loss.force_on_policy_ratio:
-        raise LossError("disable_ppo_ratio and force_on_policy_ratio exclude each other: choose one")
-    if loss.disable_ppo_ratio and loss.dual_clip is not None:
-        raise LossError("dual_clip has no effect with disable_ppo_ratio: drop one of them")
-    if (loss.normalization == "constant") != (loss.constant_length is not None):
-        raise LossError(
-            f"normalization {loss.normalization!r} with constant_length {loss.constant_length}: 'constant' "
-            "and constant_length are given together or not at all"
-        )
-    low, high = loss.importance_min, loss.importance_max
-    if loss.importance_correction is None:
-        if low is not None or high is not None:
-            raise LossError(f"importance bounds {low}..{high} without importance_correction: say which one")
-        return
-    if high is None:
-        raise LossError(f"importance_correction {loss.importance_correction!r} needs importance_max")
-    if low is None and loss.importance_correction == "icepop":
-        raise LossError("importance_correction 'icepop' needs importance_min")
-    if not 0 <= (low or 0.0) <= high < math.inf or high == 0:
-        raise LossError(f"importance bounds must satisfy 0 <= min <= max, 0 < max < inf; got {low}..{high}")
