@@ -28,6 +28,7 @@ class TensorView:
     values: torch.Tensor
     entropies: torch.Tensor | None = None
     entropy_calls: int = 0
+    distribution: torch.Tensor | None = None
 
     def logprobs(self) -> torch.Tensor:
         return self.values
@@ -36,6 +37,15 @@ class TensorView:
         self.entropy_calls += 1
         assert self.entropies is not None
         return self.entropies
+
+    def logprobs_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self.distribution is not None
+        return self.distribution.gather(2, token_ids)
+
+    def topk_logprobs(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.distribution is not None
+        values, ids = self.distribution.topk(k, dim=2)
+        return values, ids
 
 
 class BigramPolicy:
@@ -63,6 +73,11 @@ class BigramPolicy:
         with torch.no_grad():
             return self._logprobs(batch.input_ids)
 
+    def topk_logits(self, batch: TrainBatch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            values, ids = self._distribution(batch.input_ids).topk(k, dim=2)
+        return tuple(torch.nn.functional.pad(part, (0, 0, 1, 0)) for part in (values, ids))
+
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         uniform = torch.full(batch.input_ids.shape, -float(torch.log(torch.tensor(float(VOCABULARY)))))
         uniform[:, 0] = 0
@@ -76,7 +91,9 @@ class BigramPolicy:
             part = batch.select(range(start, min(start + self.micro_batch, len(batch))))
             distribution = self._distribution(part.input_ids)
             entropies = torch.nn.functional.pad(-(distribution.exp() * distribution).sum(2), (1, 0))
-            loss, metrics = loss_fn(TensorView(self._logprobs(part.input_ids), entropies), part)
+            everything = torch.nn.functional.pad(distribution, (0, 0, 1, 0))
+            view = TensorView(self._logprobs(part.input_ids), entropies, distribution=everything)
+            loss, metrics = loss_fn(view, part)
             loss.backward()
             parts.append(metrics)
         norm = torch.nn.utils.clip_grad_norm_([self.table], 1.0)

@@ -16,8 +16,8 @@ from rl_algorithms.checkpointing import (
 )
 
 
-def save(store: CheckpointStore, step: int) -> None:
-    with store.write(step) as folder:
+def save(store: CheckpointStore, step: int, score: float | None = None) -> None:
+    with store.write(step, score=score) as folder:
         write_json(folder / "state.json", {"step": step})
         (folder / "policy").mkdir()
         (folder / "policy" / "model.safetensors").write_bytes(bytes([step]) * 1000)
@@ -332,3 +332,35 @@ def test_json_refuses_what_it_cannot_hold(tmp_path):
             write_json(tmp_path / "state.json", content)
     with pytest.raises(CheckpointError, match="keep must be at least 1"):
         CheckpointStore(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize(("lower", "scores"), [(False, (0.8, 0.9, 0.9)), (True, (0.9, 0.8, 0.8))])
+def test_h4_of_equally_good_checkpoints_the_later_is_the_best(tmp_path, lower, scores):
+    store = CheckpointStore(tmp_path, lower_is_better=lower)
+    assert store.best() is None
+    for step, score in zip((10, 20, 30), scores, strict=True):
+        save(store, step, score)
+    assert store.best().step == 30
+    (store.path_of(30) / "state.json").write_text("{}")
+    assert store.best().step == 20, "a damaged one is no best"
+
+
+def test_h5_the_best_stay_beside_the_newest_where_scores_are_missing(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_best=3)
+    for step in range(1, 7):
+        save(store, step, {2: 0.5, 4: 0.1}.get(step))
+    assert store.steps() == [2, 4, 6]
+
+
+def test_only_so_many_of_the_best_stay(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_best=1)
+    for step, score in enumerate((0.2, 0.9, 0.9, 0.3, 0.1), start=1):
+        save(store, step, score)
+    assert store.steps() == [3, 5]
+    again = CheckpointStore(tmp_path, keep=1, keep_best=1)
+    save(again, 6, 0.95)
+    assert again.steps() == [6], "scores are on disk, and one checkpoint may be newest and best"
+    with pytest.raises(CheckpointError, match="keep_best"):
+        CheckpointStore(tmp_path, keep_best=-1)
+    with pytest.raises(CheckpointError, match="JSON"):
+        save(again, 7, float("nan"))

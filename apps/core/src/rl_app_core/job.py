@@ -67,6 +67,7 @@ def run_job(
     store = CheckpointStore(
         directory.checkpoints,
         keep=config.checkpointing.keep,
+        keep_best=config.checkpointing.keep_best,
         on_ignored=lambda message: reporter.line(f"ignored    {message}"),
     )
     resume_from = store.latest()
@@ -131,7 +132,7 @@ def _train(
     first = resume_from.step if resume_from is not None else 0
 
     def evaluate(step: int) -> Mapping[str, float]:
-        found = measure(runtime.rollouts, prepared.problems.held_out, step=step)
+        found = measure(runtime.rollouts, prepared.problems.held_out, step=step, evaluation=config.evaluation)
         if step == 0:
             reporter.line(f"before     held-out accuracy {found['accuracy']:.3f}")
         return found

@@ -53,8 +53,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_manifest(folder: Path, *, step: int, suffixes: Collection[str]) -> None:
+def write_manifest(folder: Path, *, step: int, suffixes: Collection[str], score: float | None = None) -> None:
     """Flush every file and folder below ``folder`` to disk, then write and flush its manifest.
+
+    ``score`` says how good the checkpoint is; ``None`` where nobody has measured.
 
     Raises:
         CheckpointError: nothing to store, or something that is not a regular file of an allowed type.
@@ -75,7 +77,10 @@ def write_manifest(folder: Path, *, step: int, suffixes: Collection[str]) -> Non
     if not files:
         raise CheckpointError(f"checkpoint of step {step} is empty: write its files before leaving the block")
     manifest = folder / MANIFEST
-    write_json(manifest, {"format": FORMAT, "step": step, "files": files})
+    content: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
+    if score is not None:
+        content["score"] = score
+    write_json(manifest, content)
     with manifest.open("rb") as handle:
         os.fsync(handle.fileno())
     for directory, _, _ in os.walk(folder):
@@ -113,6 +118,15 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
                 raise CheckpointCorruptError(f"{path} does not have the content that was written")
         except OSError as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+
+
+def score_of(folder: Path) -> float | None:
+    """What was said of the checkpoint in ``folder`` when it was written; ``None`` if nothing."""
+    try:
+        score = read_json(folder / MANIFEST).get("score")
+    except CheckpointCorruptError:
+        return None
+    return float(score) if isinstance(score, (int, float)) and not isinstance(score, bool) else None
 
 
 def fingerprint(folder: Path) -> frozenset[tuple[str, int, int]]:

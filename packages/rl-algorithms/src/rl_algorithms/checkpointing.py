@@ -8,6 +8,7 @@ writes a store.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from .checkpoint_files import (
     CheckpointFormatError,
     fingerprint,
     fsync_directory,
+    score_of,
     verify,
     write_manifest,
 )
@@ -58,6 +60,9 @@ class CheckpointStore:
     Args:
         directory: made when the first checkpoint is written.
         keep: how many of the newest stay; ``None`` keeps all.
+        keep_best: how many of the best stay beside them, by the score that they were written with; of equal
+            ones the later. Those without a score are not among them.
+        lower_is_better: what a score means.
         suffixes: file name suffixes that may be stored. Pickle-based formats stay out, since
             reading them runs code.
         on_ignored: told in one line of every damaged checkpoint that is come upon and passed over,
@@ -74,13 +79,19 @@ class CheckpointStore:
         directory: Path,
         *,
         keep: int | None = None,
+        keep_best: int = 0,
+        lower_is_better: bool = False,
         suffixes: Collection[str] = (".json", ".safetensors"),
         on_ignored: Callable[[str], None] | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep must be at least 1, or None for all checkpoints; got {keep}")
+        if keep_best < 0:
+            raise CheckpointError(f"keep_best must be >= 0, got {keep_best}")
         self._directory = Path(directory)
         self._keep = keep
+        self._keep_best = keep_best
+        self._sign = -1.0 if lower_is_better else 1.0
         self._suffixes = frozenset(suffixes)
         self._on_ignored = on_ignored
         self._reported: set[str] = set()
@@ -128,13 +139,30 @@ class CheckpointStore:
                 self._ignore(step, error)
         return None
 
+    def best(self) -> Checkpoint | None:
+        """The complete checkpoint with the best score, every file verified; of equal ones the latest.
+
+        ``None`` if none has a score.
+
+        Raises:
+            CheckpointFormatError: it is of a format that this version cannot read.
+        """
+        for step in self._by_score():
+            try:
+                return self.load(step)
+            except CheckpointCorruptError as error:
+                self._ignore(step, error)
+        return None
+
     @contextmanager
     def write(self, step: int, *, score: float | None = None) -> Generator[Path]:
         """``with store.write(step) as folder:`` fill the empty ``folder``; it is published on exit.
 
+        ``score`` says how good it is, for ``keep_best``; ``None`` where nobody has measured.
+
         If the block raises, nothing is published. A damaged ``step_N`` makes room for the new one
-        and stays as ``.incomplete-step_N-…``. Older checkpoints beyond ``keep`` are deleted only
-        after the new one is published and on disk; damaged ones do not count as kept.
+        and stays as ``.incomplete-step_N-…``. Older checkpoints beyond ``keep`` and ``keep_best`` are
+        deleted only after the new one is published and on disk; damaged ones do not count as kept.
 
         Raises:
             CheckpointError: ``step`` has a complete checkpoint already, the folder holds a file of
@@ -153,7 +181,7 @@ class CheckpointStore:
             self._sweep()
             folder.mkdir()
             yield folder
-            write_manifest(folder, step=step, suffixes=self._suffixes)
+            write_manifest(folder, step=step, suffixes=self._suffixes, score=score)
             self._publish(folder, step, unique)
             self._verified[step] = fingerprint(self.path_of(step))
         except OSError as error:
@@ -206,15 +234,23 @@ class CheckpointStore:
         if self._keep is None:
             return
         kept = 0
+        scored = (step for step in self._by_score() if self._is_complete(step, hashes=False))
+        best = set(itertools.islice(scored, self._keep_best))
         for step in reversed(self.steps()):
             # Hashes only of what deleting the others relies on.
             if kept < self._keep:
                 kept += self._can_be_relied_on(step)
-            elif step != published and self._is_complete(step, hashes=False):
+            elif step != published and step not in best and self._is_complete(step, hashes=False):
                 # Renamed first: a kill while deleting must not leave half a checkpoint in sight.
                 doomed = self._directory / f"{_DELETING}step_{step}-{uuid.uuid4().hex[:8]}"
                 os.rename(self.path_of(step), doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+    def _by_score(self) -> list[int]:
+        """Steps that have a score, the best first, of equal ones the later."""
+        scores = {step: score_of(self.path_of(step)) for step in self.steps()}
+        ranked = [(self._sign * score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(ranked, reverse=True)]
 
     def _sweep(self) -> None:
         """Delete what dead writers on this machine left behind, and half-done deletions."""

@@ -15,9 +15,6 @@ DIVERGENCES: tuple[Divergence, ...] = ("forward", "reverse", "mixed")
 Outside = Literal["tail", "zero"]
 OUTSIDE: tuple[Outside, ...] = ("tail", "zero")
 
-# Probabilities in float32 add up to 1 within about this; a smaller tail cannot be told from none.
-_SMALLEST_TAIL = 1e-7
-
 
 class DistillationError(ValueError):
     """Teacher and student that do not fit, or settings that cannot be meant; names them and the remedy."""
@@ -79,7 +76,9 @@ def topk_divergence(
 
 def _tail(logprobs: torch.Tensor) -> torch.Tensor:
     """``[..., 1]`` log of the probability that is not among the K tokens."""
-    return (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_TAIL).log()
+    # Probabilities add up to 1 within about eps: a smaller tail cannot be told from none.
+    smallest = torch.finfo(logprobs.dtype).eps
+    return (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=smallest).log()
 
 
 @dataclass(frozen=True)
