@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,6 +28,7 @@ from rl_generation.refit.manifest import spec_of_tensors
 from rl_generation.vllm import VllmSettings
 from rl_generation.vllm.core import EngineCore
 from rl_generation.vllm.driver import Launched, Version
+from rl_generation.vllm.prompt_scores import PromptScores
 
 STATE = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(3)}
 SPEC = spec_of_tensors(STATE.items())
@@ -70,9 +72,10 @@ class Driver:
         await self._do("sample")
         return [Completion((1,), (-1.0,), "length", version()) for _ in requests]
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, token_ids: tuple[int, ...], top: int = 0) -> PromptScores:
         await self._do("score")
-        return (-1.0,) * (len(token_ids) - 1)
+        count = len(token_ids) - 1
+        return PromptScores((-1.0,) * count, np.zeros((count, top), int), np.zeros((count, top)))
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         await self._do(method)

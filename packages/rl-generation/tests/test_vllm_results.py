@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rl_generation.failures import GenerationError, InfraError
-from rl_generation.vllm.results import completion_of, prompt_scores
+from rl_generation.vllm.prompt_scores import prompt_scores
+from rl_generation.vllm.results import completion_of
 
 
 def answer_of(**fields: Any) -> Any:
@@ -63,8 +64,23 @@ def test_a_log_probability_that_is_no_number_names_its_token(odd: float) -> None
 def test_a_score_may_be_zero_but_must_be_a_number() -> None:
     def scores(value: float) -> tuple[float, ...]:
         candidates = [None, {2: SimpleNamespace(logprob=value)}]
-        return prompt_scores(SimpleNamespace(prompt_logprobs=candidates), (1, 2), "vllm-0")
+        return prompt_scores(SimpleNamespace(prompt_logprobs=candidates), (1, 2), "vllm-0").logprobs
 
     assert scores(float("-inf")) == (float("-inf"),)
     with pytest.raises(GenerationError, match="token 2 at place 1 of a prompt"):
         scores(float("nan"))
+
+
+def test_the_most_likely_tokens_come_by_rank_and_the_given_one_is_no_extra() -> None:
+    def candidate(rank: int, logprob: float) -> SimpleNamespace:
+        return SimpleNamespace(rank=rank, logprob=logprob)
+
+    places = [None, {9: candidate(2, -1.5), 4: candidate(7, -6.0), 8: candidate(1, -0.5)}]
+    found = prompt_scores(SimpleNamespace(prompt_logprobs=places), (1, 4), "vllm-0", top=2)
+    assert found.logprobs == (-6.0,)
+    assert found.top_ids.tolist() == [[8, 9]]
+    assert found.top_logprobs.tolist() == [[-0.5, -1.5]]
+    with pytest.raises(GenerationError, match=r"3 candidates came .* 4 were asked for"):
+        prompt_scores(SimpleNamespace(prompt_logprobs=places), (1, 4), "vllm-0", top=4)
+    alone = prompt_scores(SimpleNamespace(prompt_logprobs=[None]), (1,), "vllm-0", top=2)
+    assert (alone.logprobs, alone.top_ids.shape) == ((), (0, 2))

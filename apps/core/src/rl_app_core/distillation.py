@@ -16,7 +16,7 @@ from .compose import Runtime
 from .config import ConfigError, DistillationConfig
 from .job import Trainer
 from .loop_plan import shared_loop_settings
-from .teachers import policy_teacher
+from .teachers import engine_teacher, policy_teacher, teacher_plan
 
 
 def check_settings(config: DistillationConfig) -> None:
@@ -28,6 +28,8 @@ def check_settings(config: DistillationConfig) -> None:
     try:
         distillation_loss(config)
         shared_loop_settings(config)
+        if config.teacher.engine == "vllm":
+            teacher_plan(config, Path("model"), top=_top(config))
     except (LossError, DistillationError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error
 
@@ -60,7 +62,13 @@ def distillation_trainer(config: DistillationConfig, teachers: Mapping[str, Path
 
 
 def _open(config: DistillationConfig, model: Path) -> AbstractContextManager[Teacher]:
+    if config.teacher.engine == "vllm":
+        return engine_teacher(config, model, top=_top(config))
     return policy_teacher(config, model, micro_batch_size=config.teacher.micro_batch_size)
+
+
+def _top(config: DistillationConfig) -> int:
+    return config.algorithm.top_k if config.algorithm.objective == "topk" else 0
 
 
 def distillation_loss(config: DistillationConfig) -> PolicyLoss:

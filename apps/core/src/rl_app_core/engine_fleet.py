@@ -41,7 +41,7 @@ def running_fleet(plan: EnginePlan, config: JobConfig) -> Generator[Fleet]:
 def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
     """The fleet, not started."""
     cluster = config.cluster
-    actor_class = _named(plan.actor)
+    of_actor = actor_class(plan.actor)
     ray = RaySettings(
         num_gpus=plan.num_gpus,
         env_vars=huge_page_variables(),
@@ -50,7 +50,7 @@ def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
         generate_timeout_s=cluster.call_timeout_s,
     )
     replicas = [
-        RayReplica(settings.name, actor_class, (settings, plan.listen, plan.server), ray)
+        RayReplica(settings.name, of_actor, (settings, plan.listen, plan.server), ray)
         for settings in plan.settings
     ]
     # If all have died, requests wait until the first is back: it has to start anew, and to be refitted.
@@ -68,6 +68,7 @@ def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
     )
 
 
-def _named(path: str) -> Any:
+def actor_class(path: str) -> Any:
+    """The class of that full name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
+from rl_actor_envs.runtime import make_actor_runtime_env
 from rl_algorithms.protocols import Batch
+from rl_generation.vllm.settings import VllmSettings
 from rl_policy_megatron import OptimizerSettings, ParallelLayout
 from rl_policy_megatron.errors import PolicyError
 from rl_policy_megatron.group import MegatronPolicyGroup, RankSettings
 from rl_policy_megatron.hf_config import read_model_shape
 
 from .config import ConfigError, JobConfig
+from .engine_fleet import actor_class
+from .engine_plan import EnginePlan, plan_engines
+from .memory import huge_page_variables
 from .policy_plan import policy_settings
 from .remote import group_settings
 
@@ -70,6 +75,107 @@ def policy_teacher(config: JobConfig, model: Path, *, micro_batch_size: int) -> 
     )
     with MegatronPolicyGroup(ranks, group_settings(config.cluster)) as policy:
         yield PolicyTeacher(policy)
+
+
+@dataclass(frozen=True)
+class EngineTeacher:
+    """The :class:`rl_algorithms.protocols.Teacher` that is an engine: it says what it would have sampled.
+
+    Attributes:
+        actor: a :class:`rl_generation.vllm.worker.VllmWorker` in a Ray actor.
+        timeout_s: for its answer.
+    """
+
+    actor: Any
+    timeout_s: float
+
+    def logprobs(self, batch: Batch, agents: Sequence[str]) -> torch.Tensor:
+        """See :meth:`rl_algorithms.protocols.Teacher.logprobs`."""
+        found = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+        for row, scores in enumerate(self._scores(batch, 0)):
+            found[row, 1 : 1 + len(scores.logprobs)] = torch.tensor(scores.logprobs)
+        return found
+
+    def topk_logprobs(self, batch: Batch, agents: Sequence[str], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rl_algorithms.protocols.Teacher.topk_logprobs`."""
+        logprobs = torch.zeros((*batch.input_ids.shape, k), dtype=torch.float32)
+        ids = torch.zeros((*batch.input_ids.shape, k), dtype=torch.int64)
+        for row, scores in enumerate(self._scores(batch, k)):
+            end = 1 + len(scores.top_ids)
+            # What came from Ray cannot be written to, and torch warns of that.
+            logprobs[row, 1:end] = torch.from_numpy(scores.top_logprobs.copy())
+            ids[row, 1:end] = torch.from_numpy(scores.top_ids.copy())
+        return logprobs, ids
+
+    def _scores(self, batch: Batch, top: int) -> list[Any]:
+        import ray
+
+        sequences = [
+            row[:length].tolist() for row, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True)
+        ]
+        return ray.get(self.actor.score_all.remote(sequences, top), timeout=self.timeout_s)
+
+
+@contextmanager
+def engine_teacher(config: JobConfig, model: Path, *, top: int) -> Generator[EngineTeacher]:
+    """A replica of vLLM in one Ray actor, for as long as the block lasts; Ray is running.
+
+    Args:
+        config: of the student's run; ``generation.vllm`` says how the replica computes.
+        model: the teacher, a directory in Hugging Face format.
+        top: most tokens that will be asked for at one position.
+
+    Raises:
+        ConfigError: vLLM is not installed, or the student samples at another temperature than 1, for which
+            vLLM has no scores.
+        GenerationError: it did not start.
+    """
+    import ray
+
+    plan = teacher_plan(config, model, top=top)
+    environment: dict[str, Any] = dict(make_actor_runtime_env(plan.actor))
+    environment["env_vars"] = {**environment.get("env_vars", {}), **huge_page_variables()}
+    kind = ray.remote(actor_class(plan.actor)).options(
+        num_cpus=0, num_gpus=plan.num_gpus, runtime_env=environment, max_restarts=0
+    )
+    actor = kind.remote(plan.settings[0])
+    cluster = config.cluster
+    try:
+        ray.get(actor.start.remote(), timeout=cluster.start_timeout_s)
+        yield EngineTeacher(actor, cluster.call_timeout_s)
+        ray.get(actor.shutdown.remote(cluster.shutdown_timeout_s), timeout=2 * cluster.shutdown_timeout_s)
+    finally:
+        ray.kill(actor)
+
+
+def teacher_plan(config: JobConfig, model: Path, *, top: int) -> EnginePlan:
+    """The replica that :func:`engine_teacher` starts.
+
+    Raises:
+        ConfigError: as there.
+    """
+    if config.generation.temperature != 1.0:
+        raise ConfigError(
+            f"teacher.engine=vllm scores at temperature 1, and generation.temperature is "
+            f"{config.generation.temperature}: set that to 1, or teacher.engine=policy"
+        )
+    wanted = config.generation.vllm
+    generation = config.generation.model_copy(
+        update={
+            "engine": "vllm",
+            "vllm": wanted.model_copy(
+                update={
+                    "replicas": 1,
+                    "engine_arguments": {"max_logprobs": max(top, 1), **wanted.engine_arguments},
+                }
+            ),
+        }
+    )
+    plan = plan_engines(config.model_copy(update={"generation": generation}), model)
+    assert plan is not None
+    settings = plan.settings[0]
+    assert isinstance(settings, VllmSettings)
+    return replace(plan, settings=(replace(settings, name="teacher", tokenizer=False),), listen=None)
 
 
 def check_teacher(key: str, model: Path, student: Path | None) -> None:

@@ -27,7 +27,8 @@ from .processes import (
     start_method,
     wait_until_dead,
 )
-from .results import completion_of, prompt_scores
+from .prompt_scores import PromptScores, prompt_scores
+from .results import completion_of
 from .scratch import start_files
 from .settings import VllmSettings
 
@@ -138,7 +139,7 @@ class AsyncDriver:
             [complete(request, sampling) for request, sampling in zip(requests, wanted, strict=True)]
         )
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, token_ids: tuple[int, ...], top: int = 0) -> PromptScores:
         """As prompt log-probabilities, for which vLLM reads no cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -146,13 +147,13 @@ class AsyncDriver:
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=1,
-            prompt_logprobs=0,
+            prompt_logprobs=top,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(token_ids, sampling)
-        return prompt_scores(output, token_ids, self._settings.name)
+        return prompt_scores(output, token_ids, self._settings.name, top=top)
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """By vLLM's collective call."""

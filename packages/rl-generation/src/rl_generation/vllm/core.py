@@ -26,6 +26,7 @@ from ..refit.wire import bucket_to_json
 from .arguments import check_prompt
 from .engine_state import EngineState
 from .faults import causes, converted
+from .prompt_scores import PromptScores
 from .relay import RelayedBucket, needs_relay
 from .settings import VllmSettings
 from .trouble import guarded
@@ -96,11 +97,12 @@ class EngineCore(EngineState):
         )
         return completions
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, token_ids: tuple[int, ...], top: int = 0) -> PromptScores:
         """Natural-log probability of each token but the first, given those before it, at temperature 1.
 
         Args:
             token_ids: at least one; shorter than the context.
+            top: how many of the most likely tokens at each place, at most the engine's ``max_logprobs``.
 
         Raises:
             GenerationError: as :meth:`generate`.
@@ -111,7 +113,7 @@ class EngineCore(EngineState):
             token_ids, max_context=facts.max_context, vocab_size=facts.vocab_size, component=self._name
         )
         return await guarded(
-            self._driver.score(token_ids),
+            self._driver.score(token_ids, top),
             (self._dead, self._stale),
             component=self._name,
             what="scoring a prompt",

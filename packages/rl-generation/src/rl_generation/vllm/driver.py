@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..protocol import Completion, GenerationRequest
+from .prompt_scores import PromptScores
 
 Version = Callable[[], int]
 """Says which weights are loaded at the time of the call."""
@@ -60,8 +61,8 @@ class Driver(Protocol):
         """
         ...
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probability of each token but the first at temperature 1."""
+    async def score(self, token_ids: tuple[int, ...], top: int = 0) -> PromptScores:
+        """Log-probability of each token but the first at temperature 1, and the ``top`` most likely ones."""
         ...
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:

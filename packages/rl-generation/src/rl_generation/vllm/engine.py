@@ -20,6 +20,7 @@ from .driver import Driver
 from .environment import is_cpu_build, prepare_environment
 from .kv_cache import cache_fault, cache_shape
 from .offered import require_known
+from .prompt_scores import PromptScores
 from .settings import VllmSettings
 
 T = TypeVar("T")
@@ -118,7 +119,26 @@ class VllmEngine:
 
     async def score_async(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Natural-log probability of each token but the first at temperature 1; never of a cached prefix."""
-        return await self._on_loop(self._running().score(tuple(token_ids)))
+        return (await self._on_loop(self._running().score(tuple(token_ids)))).logprobs
+
+    async def score_all_async(self, sequences: Sequence[Sequence[int]], top: int) -> list[PromptScores]:
+        """Of each sequence its tokens' log-probabilities at temperature 1, and the ``top`` likeliest tokens.
+
+        ``top`` may be at most the engine's argument ``max_logprobs``.
+
+        Raises:
+            GenerationError: see :meth:`EngineCore.score`.
+        """
+        core = self._running()
+
+        async def every() -> list[PromptScores]:
+            return list(await asyncio.gather(*(core.score(tuple(ids), top) for ids in sequences)))
+
+        return await self._on_loop(every())
+
+    def score_all(self, sequences: Sequence[Sequence[int]], top: int) -> list[PromptScores]:
+        """As :meth:`score_all_async`."""
+        return self._block(lambda: self.score_all_async(sequences, top), self._settings.request_timeout_s)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """As :meth:`score_async`."""

@@ -83,30 +83,3 @@ def token_versions(answer: Any, count: int, version: int) -> tuple[int, ...]:
     for span in spans:
         versions.extend([int(span.version)] * (span.end - span.start))
     return tuple(versions[:count])
-
-
-def prompt_scores(output: Any, token_ids: tuple[int, ...], component: str) -> tuple[float, ...]:
-    """Log-probability of each prompt token but the first, given those before it, at temperature 1.
-
-    Raises:
-        GenerationError: they do not belong to the prompt, or one is no number.
-    """
-    scores: list[float] = []
-    for token, candidates in zip(token_ids[1:], list(output.prompt_logprobs or ())[1:], strict=False):
-        found = candidates.get(token) if candidates is not None else None
-        if found is None:
-            break
-        score = float(found.logprob)
-        # A token of a prompt may have probability zero.
-        if math.isnan(score):
-            raise GenerationError(
-                f"{component}: token {token} at place {len(scores) + 1} of a prompt came with the "
-                f"log-probability {score}; expected a number; does the model overflow its dtype?"
-            )
-        scores.append(score)
-    if len(scores) != len(token_ids) - 1:
-        raise GenerationError(
-            f"{component}: {len(scores)} of {len(token_ids) - 1} prompt tokens came with a log-probability; "
-            "this version of vLLM is not supported"
-        )
-    return tuple(scores)

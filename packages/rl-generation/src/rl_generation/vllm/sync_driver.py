@@ -14,7 +14,8 @@ from .driver import Launched, Version
 from .environment import variable_set
 from .launching import facts_of, require_unquantised
 from .processes import DeathWatch, importing, kill_all, making_processes, wait_until_dead
-from .results import completion_of, prompt_scores
+from .prompt_scores import PromptScores, prompt_scores
+from .results import completion_of
 from .settings import VllmSettings
 
 T = TypeVar("T")
@@ -79,17 +80,17 @@ class SyncDriver:
         self._cached += sum(output.num_cached_tokens or 0 for output in outputs)
         return completions
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, token_ids: tuple[int, ...], top: int = 0) -> PromptScores:
         """As prompt log-probabilities, for which vLLM reads no cache."""
         arguments = {
             "temperature": 0.0,
             "max_tokens": 1,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": top,
             "ignore_eos": True,
             "detokenize": False,
         }
         (output,) = await self._in_turn(lambda: self._generate([token_ids], [arguments]), 1)
-        return prompt_scores(output, token_ids, self._settings.name)
+        return prompt_scores(output, token_ids, self._settings.name, top=top)
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """By vLLM's collective call."""

@@ -15,6 +15,7 @@ from ..server.settings import ServerSettings
 from .core import EngineCore
 from .engine import VllmEngine
 from .offered import require_known
+from .prompt_scores import PromptScores
 from .settings import VllmSettings
 from .sync_engine import VllmSyncEngine
 
@@ -93,6 +94,10 @@ class VllmWorker:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
         return await self._engine.generate_all_async(requests)
+
+    async def score_all(self, sequences: Sequence[Sequence[int]], top: int) -> list[PromptScores]:
+        """See :meth:`VllmEngine.score_all_async`."""
+        return await self._engine.score_all_async(sequences, top)
 
     async def probe(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Engine`."""
