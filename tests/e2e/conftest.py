@@ -54,10 +54,24 @@ def make_run() -> type[Run]:
     return Run
 
 
+@pytest.fixture(scope="session")
+def distill() -> Callable[..., Run]:
+    """As ``grpo``, of the command ``distill``."""
+
+    def run(*words: str | Path, directory: Path, expect: int = 0) -> Run:
+        return _run_command("rl_app_distillation", words, directory, expect)
+
+    return run
+
+
 def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
+    return _run_command("rl_app_grpo", words, directory, expect)
+
+
+def _run_command(module: str, words: Sequence[str | Path], directory: Path, expect: int) -> Run:
     """Run the command to its end, off a terminal; its output is kept and its exit code checked."""
     process = subprocess.run(
-        [sys.executable, "-m", "rl_app_grpo", *map(str, words)],
+        [sys.executable, "-m", module, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

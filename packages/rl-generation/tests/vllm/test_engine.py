@@ -178,6 +178,22 @@ def test_f7_prompt_logprobs_of_a_cached_prefix_are_computed(lab: Any) -> None:
     assert (expected - torch.tensor(longer)).abs().max() < EXACT
 
 
+def test_the_most_likely_tokens_of_given_ones_are_the_models_own(lab: Any) -> None:
+    sequences = [
+        tuple((5 * place + shift) % VOCAB for place in range(length)) for shift, length in ((1, 9), (2, 4))
+    ]
+    model = lab.reference.models[lab.engine.weight_version]
+    for tokens, found in zip(sequences, lab.engine.score_all(sequences, 6), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        wanted = logits.topk(6, dim=1)
+        assert (torch.from_numpy(found.top_logprobs.copy()) - wanted.values).abs().max() < EXACT
+        assert (torch.from_numpy(found.top_ids.copy()) == wanted.indices).float().mean() > 0.9
+        own = logits.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+        assert (torch.tensor(found.logprobs) - own).abs().max() < EXACT
+    assert lab.engine.score_all([], 6) == []
+
+
 def test_a_pause_keeps_what_a_request_has_and_nothing_is_sampled_meanwhile(lab: Any) -> None:
     requests = requests_of(4, 80, prompt=4)
     expected = lab.engine.generate(requests)
