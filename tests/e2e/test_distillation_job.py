@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "apps" / "distillation" / "recipe
 
 
 def words(settings: dict[str, Any]) -> list[str]:
-    return [
-        f"{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in settings.items()
-    ]
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def test_a_student_learns_from_a_run_of_the_grpo_job(distill, learned, tmp_path):

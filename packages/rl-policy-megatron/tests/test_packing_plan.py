@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_policy_megatron import PolicySettings
-from rl_policy_megatron.packing import plan_micro_batches
+from rl_policy_megatron.packing import _first_fit, plan_micro_batches
 
 LENGTHS = [24, 3, 17, 24, 1, 9, 12, 20]
 
@@ -149,3 +149,32 @@ def test_no_rows_need_no_micro_batches(tokens: int | None) -> None:
 def test_wrong_settings_are_named(wrong: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         PolicySettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_first_fit_finds_the_first_group_that_has_room() -> None:
+    """The tree that finds it fast finds what a look at each group finds."""
+
+    def plainly(order: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for row in order:
+            fits = (g for g in groups if sum(sizes[r] for r in g) + sizes[row] <= limit)
+            group = next(fits, None)
+            if group is None:
+                groups.append([row])
+            else:
+                group.append(row)
+        return groups
+
+    draw = random.Random(2)
+    for _ in range(500):
+        limit = draw.randint(1, 50)
+        sizes = [draw.randint(0, 60) for _ in range(draw.randint(0, 30))]
+        order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        assert _first_fit(order, sizes, limit) == plainly(order, sizes, limit)
+
+
+def test_few_groups_are_close_to_the_fewest() -> None:
+    """Halves, thirds and quarters that fill four groups exactly."""
+    lengths = [500, 500, 334, 333, 333, 250, 250, 250, 250, 600, 400]
+    settings = PolicySettings(micro_batch_tokens=1000, packing=True)
+    assert len(plan_micro_batches(lengths, settings, 1)[0]) == 4

@@ -9,13 +9,26 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from .distillation import DistillationConfig
 from .job import GRPOConfig
 from .loading import section_of
 
 
-def reference(model: type[BaseModel] = GRPOConfig, prefix: str = "") -> str:
-    """Markdown: one heading per section, one line per key with its default and meaning."""
-    return "\n".join(_lines(model, prefix))
+def reference() -> str:
+    """Markdown: one heading per section, one line per key with its default and meaning.
+
+    The sections of ``grpo`` first, then those of ``distill`` that are others.
+    """
+    lines = [*_lines(GRPOConfig, ""), "# Sections of `distill` alone", ""]
+    for name, field in DistillationConfig.model_fields.items():
+        section = section_of(field.annotation)
+        known = GRPOConfig.model_fields.get(name)
+        if section is not None and (known is None or section_of(known.annotation) is not section):
+            lines += _lines(section, f"{name}.")
+        elif known is None:
+            meaning = " ".join((field.description or "").split())
+            lines += [f"`{name}`: {meaning}", ""]
+    return "\n".join(lines)
 
 
 def _lines(model: type[BaseModel], prefix: str) -> Iterator[str]:
