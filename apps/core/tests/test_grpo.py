@@ -12,6 +12,7 @@ from rl_algorithms.advantages import GDPO, GroupRelative, KLInReward, ReinforceP
 from rl_algorithms.rewards import LinearScaling, RewardPenalties
 from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.grpo import check_settings, loop_settings, method
+from rl_app_core.plugins import carry
 
 SMALLEST = ["model.tiny={}", "data.train.dataset_name=basic_arithmetic"]
 
@@ -157,6 +158,7 @@ def test_an_advantage_of_ones_own_travels_with_its_module(
     (tmp_path / "my_method.py").write_text(OWN)
     made = method(config("algorithm.advantage=my_method:Best", "algorithm.advantage_options={scale: 2.0}"))
     assert type(made.advantage).__name__ == "Best"
+    carry(made.advantage, made.loss)
     packed = cloudpickle.dumps(made.advantage)
     monkeypatch.delitem(__import__("sys").modules, "my_method")
     (tmp_path / "my_method.py").unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from rl_algorithms.advantages import (
@@ -27,10 +27,11 @@ from rl_algorithms.rewards import (
     RewardShaping,
 )
 
+from .compose import Runtime
 from .config import ConfigError, GRPOConfig
 from .job import Trainer
 from .loop_plan import shared_loop_settings
-from .plugins import made_from
+from .plugins import carry, made_from
 
 _ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo")
 _LOSS = "clipped_pg"
@@ -43,7 +44,13 @@ def grpo_trainer(config: GRPOConfig) -> Trainer:
         ConfigError: see :func:`check_settings`.
     """
     check_settings(config)
-    return Trainer("grpo", loop_settings(config), lambda runtime: nullcontext(method(config)))
+
+    def chosen(runtime: Runtime) -> AbstractContextManager[Method]:
+        made = method(config)
+        carry(made.advantage, made.loss)
+        return nullcontext(made)
+
+    return Trainer("grpo", loop_settings(config), chosen)
 
 
 def check_settings(config: GRPOConfig) -> None:

@@ -18,8 +18,7 @@ def made_from(
 ) -> Any:
     """An object of the class that ``path`` names, made with ``options``.
 
-    The module may lie in the working directory. It is sent to the policy's processes with the object, so
-    they need not find it.
+    The module may lie in the working directory; see :func:`carry` for processes that do not find it there.
 
     Args:
         key: of the configuration.
@@ -72,7 +71,17 @@ def _module(key: str, name: str) -> ModuleType:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
+    return module
+
+
+def carry(*objects: object) -> None:
+    """Send the modules of classes of one's own along with their objects, to processes that lack them.
+
+    Called when Ray runs: importing it earlier would settle where it listens.
+    """
     from ray import cloudpickle
 
-    cloudpickle.register_pickle_by_value(module)
-    return module
+    for member in objects:
+        module = sys.modules[type(member).__module__]
+        if module.__name__.partition(".")[0] != "rl_algorithms":
+            cloudpickle.register_pickle_by_value(module)
