@@ -69,3 +69,33 @@ def test_ray_is_silent_about_a_worker_that_dies_while_ray_shuts_down(monkeypatch
         shown.append(worker._worker_logs_enabled)
     assert shown == [False, False, False]
     assert worker._worker_logs_enabled is True
+
+
+@pytest.mark.parametrize(
+    ("failures", "calls"),
+    [
+        ([], 1),
+        (["The current node timed out during startup. This could happen"], 2),
+        (["The current node timed out during startup."] * 2, 2),
+        (["no such address"], 1),
+    ],
+)
+def test_ray_may_be_too_slow_to_start_once(failures, calls, monkeypatch):
+    import ray
+
+    begun, left = [], list(failures)
+
+    def init(**arguments):
+        begun.append(arguments)
+        if left:
+            raise RuntimeError(left.pop(0))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with contextlib.ExitStack() as stack:
+        if len(failures) == calls:
+            stack.enter_context(pytest.raises(cluster.ClusterError, match="no Ray cluster here"))
+        with cluster._connection("here", address="local"):
+            pass
+    assert len(begun) == calls
+    assert all(arguments["address"] == "local" for arguments in begun)

@@ -41,6 +41,9 @@ _SETTINGS = {
 # that it cannot run clusters of several machines. It reads this once, when it is imported.
 _ONE_MACHINE = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
+# Ray gives its processes 30 seconds to start, whatever it is told; a busy machine may need more, once.
+_TOO_SLOW = "timed out during startup"
+
 
 class ClusterError(RuntimeError):
     """No cluster could be reached or started; says which and why."""
@@ -101,12 +104,17 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
 
     # Until Ray's listener has ended too: a death of the last moment reaches it while Ray shuts down.
     with _silent_deaths():
-        try:
-            # Its own for SIGTERM prints a trace.
-            with handlers_kept():
-                ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
-        except Exception as error:
-            raise ClusterError(f"no Ray cluster {where}: {error}") from error
+        for last in (False, True):
+            try:
+                # Its own for SIGTERM prints a trace.
+                with handlers_kept():
+                    ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
+                break
+            except Exception as error:
+                if last or _TOO_SLOW not in str(error):
+                    raise ClusterError(f"no Ray cluster {where}: {error}") from error
+                with contextlib.suppress(Exception):
+                    ray.shutdown()
         try:
             yield
         finally:
