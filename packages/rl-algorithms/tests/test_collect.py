@@ -200,3 +200,69 @@ def test_a_run_ends_when_it_is_good_enough(world, tmp_path):
 def test_dynamic_sampling_needs_rewards(world):
     with pytest.raises(LoopError, match="this method uses no rewards"):
         run(world, Scripted(even_rows_teach), SETTINGS, method=Method(Constant(), ClippedPGLoss()))
+
+
+def fork_of(trajectory, tokens):
+    turn = Turn((13, 1, 2), (6,) * tokens, (-1.0,) * tokens)
+    return replace(trajectory, turns=(turn,), reward=None)
+
+
+class Forking(Scripted):
+    """As told, and every second rollout was rewritten twice on its way."""
+
+    def rollouts(self, rows, **options):
+        found = super().rollouts(rows, **options)
+        return [
+            replace(t, forks=(fork_of(t, 3), fork_of(t, 1))) if index % 2 else t
+            for index, t in enumerate(found)
+        ]
+
+
+def test_a_fork_is_worth_what_its_rollout_is_and_enters_no_baseline(world):
+    settings = LoopSettings(steps=1, prompts_per_step=2, group_size=2, learning_rate=0.1)
+    reports = []
+    method = Method(GroupRelative(normalize=False), ClippedPGLoss())
+    result = run(
+        world,
+        Forking(lambda row, member: float(member)),
+        settings,
+        method=method,
+        on_step=reports.append,
+    )
+    (batch,) = world.policy.trained
+    assert batch.advantages.tolist() == [-0.5, 0.5, 0.5, 0.5] * 2, "means are of two rollouts, not of four"
+    assert batch.loss_mask.sum(1).tolist() == [1, 2, 3, 1] * 2
+    assert reports[0].advantages.tolist() == [-0.5, 0.5] * 2
+    assert len(reports[0].trajectories) == 4
+    assert result.tokens == 14
+    assert world.recorder.series("length_mean") == [1.5]
+
+
+def test_an_advantage_of_tokens_cannot_be_passed_on_to_forks(world):
+    class ByToken(GroupRelative):
+        def __call__(self, inputs):
+            return super().__call__(inputs).unsqueeze(1).expand(inputs.batch.input_ids.shape)
+
+    settings = LoopSettings(steps=1, prompts_per_step=2, group_size=2, learning_rate=0.1)
+    with pytest.raises(LoopError, match="ByToken values each token by itself"):
+        run(
+            world,
+            Forking(lambda row, member: float(member)),
+            settings,
+            method=Method(ByToken(), ClippedPGLoss()),
+        )
+
+
+def test_a4_a_long_rollout_of_several_turns_is_kept_whole(world):
+    """Turns of 6 tokens with 4 of the environment between them: 26 in all, 18 of them trained."""
+    turns = tuple(Turn((1,) * length, (6,) * 6, (-1.0,) * 6) for length in (1, 4, 4))
+
+    class Long(Scripted):
+        def rollouts(self, rows, **options):
+            return [replace(t, turns=turns) for t in super().rollouts(rows, **options)]
+
+    settings = LoopSettings(steps=1, prompts_per_step=1, group_size=2, learning_rate=0.1)
+    run(world, Long(lambda row, member: float(member)), settings)
+    (batch,) = world.policy.trained
+    assert batch.lengths.tolist() == [27, 27]
+    assert batch.loss_mask.sum(1).tolist() == [18, 18]

@@ -66,3 +66,15 @@ def test_trajectories_that_contradict_themselves_are_refused(changes: dict[str, 
 def test_truncation_is_a_property_of_the_stop_reason() -> None:
     truncated = {reason.value for reason in StopReason if reason.truncated}
     assert truncated == {"length", "tool_limit", "aborted"}
+
+
+def test_forks_belong_to_their_rollout_and_do_not_fork() -> None:
+    fork = trajectory(SECOND, reward=None)
+    both = trajectory(FIRST, forks=(fork,))
+    assert (both.token_ids, both.forks) == ((1, 2, 3), (fork,)), (
+        "a fork is no part of its rollout's own sequence"
+    )
+    assert pickle.loads(pickle.dumps(both)) == both
+    for stranger in (trajectory(SECOND, rollout_id="g/1"), trajectory(SECOND, group_id="h"), both):
+        with pytest.raises(TrajectoryError, match="forks carry the ids of their rollout"):
+            trajectory(FIRST, forks=(stranger,))

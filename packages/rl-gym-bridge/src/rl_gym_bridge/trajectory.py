@@ -101,6 +101,8 @@ class Trajectory:
         text: the final assistant text, for people.
         routed_experts: which experts the router chose for each token from the first on (the last one, which
             no model has read, may lack); ``None`` unless the run replays the router.
+        forks: further token sequences of the same rollout, where its context was rewritten and not extended.
+            They share its reward: what theirs say of it does not count.
     """
 
     turns: tuple[Turn, ...]
@@ -114,6 +116,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     routed_experts: RoutedExperts | None = None
+    forks: tuple[Trajectory, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -125,6 +128,12 @@ class Trajectory:
                 f"rollout {self.rollout_id} has {len(self.weight_versions)} weight versions for "
                 f"{self.sampled_tokens} sampled tokens"
             )
+        for fork in self.forks:
+            if (fork.rollout_id, fork.group_id) != (self.rollout_id, self.group_id) or fork.forks:
+                raise TrajectoryError(
+                    f"rollout {self.rollout_id} of group {self.group_id} has a fork {fork.rollout_id} of "
+                    f"group {fork.group_id}; forks carry the ids of their rollout and have no forks of their own"
+                )
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..advantages.base import AdvantageInputs
+from ..advantages.base import AdvantageEstimator, AdvantageInputs
 from ..batching import TrainBatch, build_train_batch
 from ..method import Method
 from ..needs import Needs
 from ..protocols import PolicyLoss, PolicyTrainer
 from .rows import seeded_permutation
 from .samples import StepSamples
+from .sequences import Sequences
 from .settings import LoopSettings
 from .state import LoopError
 
@@ -52,12 +53,16 @@ def learn(
     """
     if not samples.trained.any():
         return UpdateReport(0, {}, torch.zeros(len(samples.trajectories), dtype=torch.float64))
+    sequences = Sequences.of(samples.trajectories)
     batch = build_train_batch(
-        samples.trajectories, torch.zeros(len(samples.trajectories)), samples.trained, pad_token_id
+        sequences.trajectories,
+        torch.zeros(len(sequences.trajectories)),
+        samples.trained[sequences.rollout],
+        pad_token_id,
     )
-    batch = _asked_of_the_teacher(batch, samples, method)
+    batch = _asked_of_the_teacher(batch, sequences, method)
     batch = _scored(batch, policy, method.advantage.needs)
-    batch = batch.with_advantages(_advantages(batch, samples, method))
+    batch = batch.with_advantages(_advantages(batch, samples, sequences, method))
     report = update_policy(
         policy,
         method.loss,
@@ -67,14 +72,14 @@ def learn(
         step=step,
         seed=settings.seed,
     )
-    return UpdateReport(report.updates, report.metrics, _per_rollout(batch))
+    return UpdateReport(report.updates, report.metrics, _per_sequence(batch)[sequences.first])
 
 
-def _asked_of_the_teacher(batch: TrainBatch, samples: StepSamples, method: Method) -> TrainBatch:
+def _asked_of_the_teacher(batch: TrainBatch, sequences: Sequences, method: Method) -> TrainBatch:
     teacher, needs = method.teacher, method.needs
     if teacher is None or not needs.asks_teacher:
         return batch
-    agents = [trajectory.agent for trajectory in samples.trajectories]
+    agents = [trajectory.agent for trajectory in sequences.trajectories]
     if needs.teacher:
         batch = batch.with_logprobs(teacher=teacher.logprobs(batch, agents))
     if needs.teacher_topk:
@@ -82,24 +87,50 @@ def _asked_of_the_teacher(batch: TrainBatch, samples: StepSamples, method: Metho
     return batch
 
 
-def _advantages(batch: TrainBatch, samples: StepSamples, method: Method) -> torch.Tensor:
-    inputs = AdvantageInputs(
-        rewards=samples.shaped,
-        group_ids=samples.group_ids,
-        valid=samples.valid,
-        batch=batch,
-        components=samples.components,
-    )
-    advantages = method.advantage(inputs)
+def _advantages(
+    batch: TrainBatch, samples: StepSamples, sequences: Sequences, method: Method
+) -> torch.Tensor:
+    advantages = _estimated(batch, samples, sequences, method.advantage)
     if method.overrides:
         whole = batch.with_advantages(advantages).token_advantages
-        advantages = method.overrides(whole, samples.trajectories) * samples.valid.unsqueeze(1)
+        valid = samples.valid[sequences.rollout].unsqueeze(1)
+        advantages = method.overrides(whole, sequences.trajectories) * valid
     if method.advantage_clip is not None:
         advantages = advantages.clamp(-method.advantage_clip, method.advantage_clip)
     return advantages
 
 
-def _per_rollout(batch: TrainBatch) -> torch.Tensor:
+def _estimated(
+    batch: TrainBatch, samples: StepSamples, sequences: Sequences, estimator: AdvantageEstimator
+) -> torch.Tensor:
+    """Of every sequence. A rollout enters its baseline once, however often it forked, and its forks are
+    worth what it is worth; where no reward is used, every sequence speaks for itself."""
+    if estimator.uses_rewards and sequences.forked:
+        own = batch.select(sequences.first.nonzero().flatten().tolist()).with_own_denominators()
+        rollouts = torch.arange(len(samples.trajectories))
+    else:
+        own, rollouts = batch, sequences.rollout
+    groups = samples.group_ids
+    found = estimator(
+        AdvantageInputs(
+            rewards=samples.shaped[rollouts],
+            group_ids=[groups[index] for index in rollouts.tolist()],
+            valid=samples.valid[rollouts],
+            batch=own,
+            components={name: values[rollouts] for name, values in samples.components.items()},
+        )
+    )
+    if own is batch:
+        return found
+    if found.ndim != 1:
+        raise LoopError(
+            f"{type(estimator).__name__} values each token by itself, and a rollout of this step has forks, "
+            "whose tokens are others: use an advantage per rollout, or an environment that does not fork"
+        )
+    return found[sequences.rollout]
+
+
+def _per_sequence(batch: TrainBatch) -> torch.Tensor:
     if batch.advantages.ndim == 1:
         return batch.advantages.double()
     sampled = batch.token_mask

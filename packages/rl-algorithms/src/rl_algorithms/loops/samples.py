@@ -65,8 +65,12 @@ class StepSamples:
 
     @property
     def tokens(self) -> int:
-        """Sampled ones, of groups left out as well."""
-        return sum(trajectory.sampled_tokens for trajectory in (*self.trajectories, *self.left_out))
+        """Sampled ones, of forks and of groups left out as well."""
+        return sum(
+            sequence.sampled_tokens
+            for trajectory in (*self.trajectories, *self.left_out)
+            for sequence in (trajectory, *trajectory.forks)
+        )
 
     @property
     def rollouts(self) -> int:
