@@ -11,6 +11,7 @@ from rl_algorithms.advantages import Constant, GroupRelative
 from rl_algorithms.checkpointing import CheckpointStore
 from rl_algorithms.loops import DynamicSamplingError, LoopError, LoopSettings, run_sync
 from rl_algorithms.loops.collect import collect
+from rl_algorithms.loops.rows import rows_at
 from rl_algorithms.losses import ClippedPGLoss
 from rl_algorithms.method import Method
 from rl_algorithms.rewards import OverlongPenalty, RewardShaping
@@ -63,6 +64,7 @@ def test_flat_groups_are_replaced_until_the_step_is_full():
     assert len(groups) == len(set(groups)) == 4
     drawn = [row for _, _, rows in source.calls for row in rows]
     assert found.rows_drawn == len(drawn)
+    assert drawn == rows_at(0, len(drawn), row_count=12, seed=0), "each round goes on where the last ended"
     assert [first for _, first, _ in source.calls] == [
         sum(len(rows) for _, _, rows in source.calls[:i]) for i in range(len(source.calls))
     ]
@@ -87,6 +89,18 @@ def test_rounds_are_bounded():
         gather(source)
     assert len(source.calls) == 5
     assert all(len(rows) == 4 for _, _, rows in source.calls), "no round draws more than a step"
+
+
+def test_what_a_full_step_has_no_room_for_is_counted():
+    """One useful group of four, then four of four where three were wanted."""
+    source = Scripted(lambda row, member: 0.0)
+    source.earn = lambda row, member: float(
+        member and (len(source.calls) > 1 or row == source.calls[0][2][0])
+    )
+    found = gather(source)
+    assert (found.rounds, found.rows_drawn, found.flat, found.surplus) == (2, 8, 3, 1)
+    assert len(found.rollouts) == 8
+    assert found.metrics()["surplus_groups_left_out"] == 1.0
 
 
 def test_without_it_what_comes_is_taken():

@@ -59,6 +59,11 @@ def test_seq_mask_tis_drops_sequences_and_keeps_tokens_of_the_rest():
     found = importance_weights(prev, torch.zeros(2, 3), mask, kind="seq-mask-tis", minimum=0.5, maximum=1.9)
     assert found.values.tolist() == [[pytest.approx(4), pytest.approx(0.25), 0], [0, 0, 0]]
     assert found.truncated.tolist() == [[False] * 3, [True, True, False]]
+    threes = torch.full((1, 3), math.log(1.5))
+    kept = importance_weights(
+        threes, torch.zeros(1, 3), torch.ones(1, 3).bool(), kind="seq-mask-tis", minimum=0.5, maximum=1.9
+    )
+    assert kept.values.tolist() == [[pytest.approx(1.5)] * 3], "the mean, not the product 3.4"
     assert found.non_finite.tolist() == [[False] * 3, [False, False, True]]
 
 
