@@ -132,7 +132,7 @@ class Trajectory:
             if (fork.rollout_id, fork.group_id) != (self.rollout_id, self.group_id) or fork.forks:
                 raise TrajectoryError(
                     f"rollout {self.rollout_id} of group {self.group_id} has a fork {fork.rollout_id} of "
-                    f"group {fork.group_id}; forks carry the ids of their rollout and have no forks of their own"
+                    f"group {fork.group_id}; forks carry the ids of their rollout and do not fork themselves"
                 )
 
     @property
