@@ -233,6 +233,14 @@ def test_final_number_takes_the_last_whole_number(text: str, answer: str, reward
     assert cut.reward == 0
 
 
+def test_c2_every_answer_has_one_score_and_numbers_are_whole() -> None:
+    """Five answers, two of which hold no number: five scores, and 137 is not its first digit."""
+    verify = get_environment("final_number").verify
+    answers = ["It is 1.", "no idea", "1", "", "137"]
+    verdicts = [verify(row("1"), RolloutResponse(text, (), StopReason.STOP)) for text in answers]
+    assert [verdict.reward for verdict in verdicts] == [1, 0, 1, 0, 0]
+
+
 def test_final_number_refuses_a_row_whose_answer_is_no_whole_number() -> None:
     with pytest.raises(DatasetError, match="exact_answer"):
         get_environment("final_number").verify(row("Paris"), RolloutResponse("Paris", (), StopReason.STOP))

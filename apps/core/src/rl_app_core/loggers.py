@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,13 +84,13 @@ class Loggers:
         return cls(destinations)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step's metrics.
+        """Log one step's metrics; a mapping in place of a number is logged as ``NAME/KEY`` each.
 
         Raises:
             TypeError: a value is not a number; names the metric.
         """
         clean: dict[str, float] = {}
-        for name, value in metrics.items():
+        for name, value in _flat(metrics):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"metric {name!r} is a {type(value).__name__}, not a number")
             if math.isfinite(value):
@@ -104,3 +104,11 @@ class Loggers:
         """Flush and close every destination; idempotent."""
         while self._destinations:
             self._destinations.pop().close()
+
+
+def _flat(metrics: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
