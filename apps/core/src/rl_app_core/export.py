@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_algorithms.checkpointing import CheckpointStore
-from rl_algorithms.loops.sync import POLICY_FOLDER
+from rl_algorithms.loops.persist import POLICY_FOLDER
 
 from .compose import model_directory
 from .config import ConfigError, JobConfig

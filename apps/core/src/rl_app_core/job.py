@@ -98,6 +98,8 @@ def run_job(
             else:
                 reporter.line(f"resumed    after step {resume_from.step}")
             result = _train(prepared, trainer, method, runtime, reporter, stop, directory, store, resume_from)
+        if result.reached:
+            reporter.line(f"reached    evaluation.stop_at={config.evaluation.stop_at}")
         if result.stopped:
             raise stop.interrupted(f"stopped after step {result.steps_done}")
         held_out = {entry.step: entry.metrics["accuracy"] for entry in result.held_out}

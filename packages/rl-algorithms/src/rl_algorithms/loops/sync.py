@@ -10,21 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..checkpoint_files import read_json, write_json
 from ..checkpointing import Checkpoint, CheckpointStore
 from ..method import Method
 from ..protocols import MetricsLogger, PolicyTrainer, RolloutSource
 from .collect import Collected, collect
 from .learn import UpdateReport, learn
 from .limits import check_failures, check_method, check_skipped, is_skipped, why_nothing
+from .persist import check_store, resumed, write_checkpoint
 from .samples import StepSamples, judge
 from .settings import LoopSettings
-from .state import HeldOut, LoopError, LoopResult, LoopState, StepReport
+from .state import HeldOut, LoopResult, LoopState, StepReport
 
 logger = logging.getLogger(__name__)
-
-POLICY_FOLDER = "policy"
-STATE_FILE = "loop.json"
 
 
 def run_sync(
@@ -80,15 +77,15 @@ def run_sync(
         "prompts_per_step": settings.prompts_per_step,
         "seed": settings.seed,
     }
-    _check_store(checkpoints, resume_from)
-    state = _resumed(policy, resume_from, identity) if resume_from else LoopState()
+    check_store(checkpoints, resume_from)
+    state = resumed(policy, resume_from, identity) if resume_from else LoopState()
     written = state.step if resume_from else None
     stopped = False
 
     if evaluate is not None and not state.held_out and not should_stop():
         _measure_between_steps(evaluate, state, metrics_logger)
     if checkpoints is not None and written is None:
-        _write_checkpoint(checkpoints, policy, state, settings, identity)
+        write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
         written = state.step
 
     while state.step < settings.steps and not _reached(state, settings) and _rows_left(state, rows, settings):
@@ -140,13 +137,13 @@ def run_sync(
         check_skipped(state, samples, settings)
         last = last or _reached(state, settings)
         if checkpoints is not None and (last or _due(step, settings.checkpoint_every)):
-            _write_checkpoint(checkpoints, policy, state, settings, identity)
+            write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
             written = step
 
     if evaluate is not None and not stopped and all(entry.step != state.step for entry in state.held_out):
         _measure_between_steps(evaluate, state, metrics_logger)
     if stopped and checkpoints is not None and written != state.step:
-        _write_checkpoint(checkpoints, policy, state, settings, identity)
+        write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
     return state.result(stopped=stopped, reached=_reached(state, settings))
 
 
@@ -226,47 +223,3 @@ def _report(
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_store(checkpoints: CheckpointStore | None, resume_from: Checkpoint | None) -> None:
-    newest = checkpoints.latest() if checkpoints is not None else None
-    if newest is not None and (resume_from is None or newest.step > resume_from.step):
-        raise LoopError(
-            f"{newest.path} is ahead of this run, which starts from "
-            f"{resume_from.path if resume_from else 'nothing'}: resume from it, or write to another directory"
-        )
-
-
-def _write_checkpoint(
-    checkpoints: CheckpointStore,
-    policy: PolicyTrainer,
-    state: LoopState,
-    settings: LoopSettings,
-    identity: Mapping[str, int | str],
-) -> None:
-    with checkpoints.write(state.step, score=_score(state, settings)) as folder:
-        (folder / POLICY_FOLDER).mkdir()
-        policy.save(folder / POLICY_FOLDER)
-        write_json(folder / STATE_FILE, {"run": dict(identity), "state": state.to_json()})
-
-
-def _resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Mapping[str, int | str]) -> LoopState:
-    content = read_json(checkpoint.path / STATE_FILE)
-    if not _same_run(content.get("run"), identity):
-        raise LoopError(
-            f"{checkpoint.path} belongs to a run with {content.get('run')}, this one has {dict(identity)}: "
-            "the rows of the remaining steps would differ; resume with the same settings and rows"
-        )
-    state = LoopState.from_json(content.get("state", {}))
-    policy.load(checkpoint.path / POLICY_FOLDER)
-    return state
-
-
-def _same_run(stored: object, identity: Mapping[str, int | str]) -> bool:
-    """An absent or empty digest, on either side, says nothing about the rows."""
-    if not isinstance(stored, dict):
-        return False
-    comparable = dict(stored)
-    if not comparable.get("rows_digest") or not identity["rows_digest"]:
-        comparable["rows_digest"] = identity["rows_digest"]
-    return comparable == identity
