@@ -62,7 +62,8 @@ def learn(
     )
     batch = _asked_of_the_teacher(batch, sequences, method)
     batch = _scored(batch, policy, method.advantage.needs)
-    batch = batch.with_advantages(_advantages(batch, samples, sequences, method))
+    advantages = _advantages(batch, samples, sequences, method)
+    batch = batch.with_advantages(advantages)
     report = update_policy(
         policy,
         method.loss,
@@ -72,7 +73,9 @@ def learn(
         step=step,
         seed=settings.seed,
     )
-    return UpdateReport(report.updates, report.metrics, _per_sequence(batch)[sequences.first])
+    return UpdateReport(
+        report.updates, report.metrics, _per_sequence(advantages, batch.token_mask)[sequences.first]
+    )
 
 
 def _asked_of_the_teacher(batch: TrainBatch, sequences: Sequences, method: Method) -> TrainBatch:
@@ -130,11 +133,11 @@ def _estimated(
     return found[sequences.rollout]
 
 
-def _per_sequence(batch: TrainBatch) -> torch.Tensor:
-    if batch.advantages.ndim == 1:
-        return batch.advantages.double()
-    sampled = batch.token_mask
-    return torch.where(sampled, batch.token_advantages, 0.0).double().sum(1) / sampled.sum(1).clamp(min=1)
+def _per_sequence(advantages: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    advantages = advantages.detach().double()
+    if advantages.ndim == 1:
+        return advantages
+    return torch.where(sampled, advantages, 0.0).sum(1) / sampled.sum(1).clamp(min=1)
 
 
 def update_policy(
