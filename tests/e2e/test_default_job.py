@@ -104,9 +104,9 @@ def test_the_export_is_the_trained_model_and_transformers_agrees(learned, grpo, 
 
 def test_the_checkpoint_of_a_step_scores_its_rollouts_as_the_engine_did(learned):
     """The rollouts of step 11 were sampled from checkpoint 10: policy and transformers both say so."""
-    from rl_algorithms.loops.persist import POLICY_FOLDER
     from transformers import AutoModelForCausalLM
 
+    from rl_algorithms.loops.persist import POLICY_FOLDER
     from rl_policy_megatron import MegatronPolicy
 
     policy = MegatronPolicy(learned.directory / "model")

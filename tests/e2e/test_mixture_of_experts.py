@@ -79,7 +79,6 @@ def test_engine_and_policy_agree_about_every_token_while_the_experts_learn(train
 
 def test_the_export_is_the_trained_mixture_and_transformers_reads_it(trained, mixture, grpo, tmp_path):
     from rl_algorithms.loops.persist import POLICY_FOLDER
-
     from rl_policy_megatron import MegatronPolicy
 
     target = tmp_path / "model"

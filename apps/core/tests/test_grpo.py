@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import pytest
-from ray import cloudpickle
 
 from rl_algorithms.advantages import GDPO, GroupRelative, KLInReward, ReinforcePlusPlus
 from rl_algorithms.rewards import LinearScaling, RewardPenalties
@@ -154,6 +153,10 @@ def test_what_cannot_be_meant_is_refused_with_the_remedy(
 def test_an_advantage_of_ones_own_travels_with_its_module(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Read when Ray is imported for the first time, which may be here.
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    from ray import cloudpickle
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_method.py").write_text(OWN)
     made = method(config("algorithm.advantage=my_method:Best", "algorithm.advantage_options={scale: 2.0}"))

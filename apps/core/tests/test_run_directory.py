@@ -117,5 +117,5 @@ def test_a_metric_that_is_not_finite_is_seen_and_one_that_is_no_number_is_refuse
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["loss/not_finite"] == 1.0
     assert "loss" not in record
-    with pytest.raises(TypeError, match="'weights' is a dict"):
-        loggers.log(2, {"weights": {0: 3}})
+    with pytest.raises(TypeError, match="'weights' is a list"):
+        loggers.log(2, {"weights": [3]})
