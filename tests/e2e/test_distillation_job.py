@@ -92,6 +92,24 @@ def test_a_resume_keeps_the_teacher_and_goes_on_to_the_bit(distill, trained, tmp
     assert "is done: 2 steps" in distill("resume", directory, directory=directory).process.stdout
 
 
+def test_a_resume_goes_on_with_a_teacher_that_was_being_trained(distill, trained, tmp_path):
+    """As if it had been killed after the teacher's first step, when the student had nothing yet."""
+    directory = tmp_path / "run"
+    shutil.copytree(trained.directory, directory)
+    teacher = directory / "teacher"
+    for folder in (directory / "checkpoints", teacher / "exported", teacher / "checkpoints" / "step_2"):
+        shutil.rmtree(folder)
+    for file in ("summary.json", "metrics.jsonl", "rollouts.jsonl", "teacher/summary.json"):
+        (directory / file).unlink()
+    run = distill("resume", directory, directory=directory)
+    assert "resumed    after step 1" in run.process.stdout, "the teacher went on where it was"
+    same = load_file(teacher / "exported" / "model.safetensors")
+    was = load_file(trained.directory / "teacher" / "exported" / "model.safetensors")
+    assert all(torch.equal(same[name], was[name]) for name in was)
+    for name in ("loss", "divergence", "held_out/accuracy"):
+        assert run.metrics[2][name] == trained.metrics[2][name]
+
+
 def test_teachers_by_task_and_the_teachers_opinion_as_advantage(distill, trained, tmp_path):
     model = trained.directory / "teacher" / "exported"
     directory = tmp_path / "run"

@@ -84,9 +84,11 @@ def _trained(
     config: DistillationConfig, key: str, source: TeacherSource, folder: Path, reporter: RunReporter
 ) -> Path:
     """The directory of a finished GRPO job; one that was begun is continued."""
-    if folder.exists():
+    if (folder / "config.yaml").is_file():
         run, teacher = RunDirectory.open(folder, GRPOConfig)
     else:
+        # What a kill left of the making of it.
+        shutil.rmtree(folder, ignore_errors=True)
         teacher = _teacher_config(config, key, source)
         run = RunDirectory.create(folder, teacher, "grpo")
     if not run.summary_file.is_file():
