@@ -34,7 +34,8 @@ def test_an_answer_that_would_be_cut_off_is_refused_with_both_numbers() -> None:
         check(f"generation.vllm.max_model_len={prompt + 31}")
 
 
-def test_the_models_own_context_counts_too() -> None:
+def test_a6_a_prompt_that_does_not_fit_is_refused_before_training_with_its_row() -> None:
+    """A6: by the model's own context too, and never by a crash at some step."""
     with pytest.raises(ConfigError, match=r"model\.tiny\.context=1024: the prompt of row .*=1020 its"):
         check("generation.max_new_tokens=1020")
 
