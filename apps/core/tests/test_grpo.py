@@ -135,6 +135,8 @@ def test_the_loop_and_the_rewards() -> None:
         (["algorithm.loss_options={a: 1}"], "loss_options are of a class of your own"),
         (["algorithm.advantage=rloo", "algorithm.normalize=false"], "normalize=false belongs to"),
         (["algorithm.group_baseline=false"], "group_baseline=false belongs to"),
+        (["algorithm.kl_in=reward"], "no effect without kl_coefficient"),
+        (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "group_size 1 has none"),
         (["algorithm.objective=gspo"], "belongs with normalization 'sequence'"),
         (["algorithm.objective=cispo", "algorithm.dual_clip=2"], "no effect with cispo"),
         (["algorithm.objective=on_policy", "algorithm.updates_per_step=2"], "for on-policy"),

@@ -280,3 +280,10 @@ def test_a4_a_long_rollout_of_several_turns_is_kept_whole(world):
     (batch,) = world.policy.trained
     assert batch.lengths.tolist() == [27, 27]
     assert batch.loss_mask.sum(1).tolist() == [18, 18]
+
+
+def test_the_bound_on_advantages_binds(world):
+    settings = LoopSettings(steps=1, prompts_per_step=1, group_size=2, learning_rate=0.1)
+    method = Method(GroupRelative(normalize=False), ClippedPGLoss(), advantage_clip=0.25)
+    run(world, Scripted(lambda row, member: float(member)), settings, method=method)
+    assert world.policy.trained[0].advantages.tolist() == [-0.25, 0.25]

@@ -86,6 +86,10 @@ class LoopSettings:
             )
         if self.max_epochs is not None and self.max_epochs < 1:
             raise ValueError(f"max_epochs must be at least 1, or None for no bound; got {self.max_epochs}")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                "dynamic_sampling looks for groups whose rewards differ, and group_size 1 has none: raise it"
+            )
         if self.max_generation_rounds < 1:
             raise ValueError(f"max_generation_rounds must be at least 1, got {self.max_generation_rounds}")
         if self.stop_at is not None and self.stop_at != self.stop_at:
