@@ -22,9 +22,8 @@ CAPACITY = 1000
 def exact(sizes: list[int], capacity: int) -> int:
     """The fewest bins of ``capacity`` that hold ``sizes``, by depth-first branch and bound."""
     order = sorted(sizes, reverse=True)
-    best = _first_fit(order, capacity)
-    if best == _least(order, [], capacity):
-        return best
+    # One each; the first descent, which fills the tightest bin, finds a good packing at once.
+    best = len(order)
     seen: set[tuple[int, tuple[int, ...]]] = set()
 
     def place(index: int, room: tuple[int, ...]) -> None:
@@ -56,18 +55,6 @@ def _least(rest: list[int], room: list[int], capacity: int) -> int:
     """No fewer bins than this can hold what is left."""
     missing = sum(rest) - sum(room)
     return len(room) + max(-(-missing // capacity), 0)
-
-
-def _first_fit(order: list[int], capacity: int) -> int:
-    room: list[int] = []
-    for size in order:
-        for index, left in enumerate(room):
-            if size <= left:
-                room[index] -= size
-                break
-        else:
-            room.append(capacity - size)
-    return len(room)
 
 
 def _uniform(rng: random.Random) -> int:

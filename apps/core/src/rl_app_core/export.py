@@ -15,7 +15,7 @@ from .policy_plan import policy_settings
 from .run_directory import RunDirectory
 
 
-def export_checkpoint(run_dir: Path, target: Path, model: type[JobConfig], step: int | None = None) -> int:
+def export_checkpoint(run_dir: Path, target: Path, model: type[JobConfig]) -> int:
     """Write the newest checkpoint of ``run_dir`` to ``target`` and return its step.
 
     Raises:

@@ -75,9 +75,9 @@ def method(config: GRPOConfig) -> Method:
     """
     algorithm = config.algorithm
     advantage = _advantage(config)
-    if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
-        raise ValueError("kl_in=reward has no effect without kl_coefficient: give one, or leave it out")
-    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
+    if algorithm.kl_in == "reward":
+        if not algorithm.kl_coefficient:
+            raise ValueError("kl_in=reward has no effect without kl_coefficient: give one, or leave it out")
         advantage = KLInReward(advantage, algorithm.kl_coefficient, algorithm.kl_form)
     return Method(
         advantage,

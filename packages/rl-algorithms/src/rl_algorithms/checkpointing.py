@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,12 +132,7 @@ class CheckpointStore:
             CheckpointFormatError: the newest is of a format that this version cannot read. Falling
                 back to an older one would quietly throw training away.
         """
-        for step in reversed(self.steps()):
-            try:
-                return self.load(step)
-            except CheckpointCorruptError as error:
-                self._ignore(step, error)
-        return None
+        return self._first_whole(reversed(self.steps()))
 
     def best(self) -> Checkpoint | None:
         """The complete checkpoint with the best score, every file verified; of equal ones the latest.
@@ -147,12 +142,7 @@ class CheckpointStore:
         Raises:
             CheckpointFormatError: it is of a format that this version cannot read.
         """
-        for step in self._by_score():
-            try:
-                return self.load(step)
-            except CheckpointCorruptError as error:
-                self._ignore(step, error)
-        return None
+        return self._first_whole(self._by_score())
 
     @contextmanager
     def write(self, step: int, *, score: float | None = None) -> Generator[Path]:
@@ -191,6 +181,15 @@ class CheckpointStore:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._retain(step)
+
+    def _first_whole(self, steps: Iterable[int]) -> Checkpoint | None:
+        """The first of ``steps`` that verifies; damaged ones before it are reported."""
+        for step in steps:
+            try:
+                return self.load(step)
+            except CheckpointCorruptError as error:
+                self._ignore(step, error)
+        return None
 
     def _publish(self, folder: Path, step: int, unique: str) -> None:
         target = self.path_of(step)
@@ -234,8 +233,7 @@ class CheckpointStore:
         if self._keep is None:
             return
         kept = 0
-        scored = (step for step in self._by_score() if self._is_complete(step, hashes=False))
-        best = set(itertools.islice(scored, self._keep_best))
+        best = self._best_complete(self._keep_best) if self._keep_best else frozenset()
         for step in reversed(self.steps()):
             # Hashes only of what deleting the others relies on.
             if kept < self._keep:
@@ -245,6 +243,10 @@ class CheckpointStore:
                 doomed = self._directory / f"{_DELETING}step_{step}-{uuid.uuid4().hex[:8]}"
                 os.rename(self.path_of(step), doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+    def _best_complete(self, count: int) -> frozenset[int]:
+        complete = (step for step in self._by_score() if self._is_complete(step, hashes=False))
+        return frozenset(itertools.islice(complete, count))
 
     def _by_score(self) -> list[int]:
         """Steps that have a score, the best first, of equal ones the later."""

@@ -20,6 +20,19 @@ class DistillationError(ValueError):
     """Teacher and student that do not fit, or settings that cannot be meant; names them and the remedy."""
 
 
+def check_divergence(kind: str, forward_weight: float, outside: str) -> None:
+    """That there is such a divergence.
+
+    Raises:
+        DistillationError: there is none; names what may be chosen.
+    """
+    if kind not in DIVERGENCES or outside not in OUTSIDE or not 0 <= forward_weight <= 1:
+        raise DistillationError(
+            f"divergence {kind!r}, outside {outside!r}, forward_weight {forward_weight}: choose of "
+            f"{', '.join(DIVERGENCES)}; of {', '.join(OUTSIDE)}; a weight in [0, 1]"
+        )
+
+
 def topk_divergence(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -55,11 +68,7 @@ def topk_divergence(
         raise DistillationError(
             f"student {list(student.shape)} and teacher {list(teacher.shape)} must be of the same tokens"
         )
-    if kind not in DIVERGENCES or outside not in OUTSIDE or not 0 <= forward_weight <= 1:
-        raise DistillationError(
-            f"divergence {kind!r}, outside {outside!r}, forward_weight {forward_weight}: choose of "
-            f"{', '.join(DIVERGENCES)}; of {', '.join(OUTSIDE)}; a weight in [0, 1]"
-        )
+    check_divergence(kind, forward_weight, outside)
     teacher = teacher.detach()
     if outside == "tail":
         student = torch.cat([student, _tail(student)], -1)

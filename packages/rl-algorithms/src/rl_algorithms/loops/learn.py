@@ -64,7 +64,7 @@ def learn(
     batch = _scored(batch, policy, method.advantage.needs)
     advantages = _advantages(batch, samples, sequences, method)
     batch = batch.with_advantages(advantages)
-    report = update_policy(
+    updates, metrics = update_policy(
         policy,
         method.loss,
         batch,
@@ -73,9 +73,7 @@ def learn(
         step=step,
         seed=settings.seed,
     )
-    return UpdateReport(
-        report.updates, report.metrics, _per_sequence(advantages, batch.token_mask)[sequences.first]
-    )
+    return UpdateReport(updates, metrics, _per_sequence(advantages, batch.token_mask)[sequences.first])
 
 
 def _asked_of_the_teacher(batch: TrainBatch, sequences: Sequences, method: Method) -> TrainBatch:
@@ -149,14 +147,16 @@ def update_policy(
     learning_rate: float,
     step: int,
     seed: int,
-) -> UpdateReport:
+) -> tuple[int, dict[str, float]]:
     """Score every mini-batch under the weights of the step's start, then train them in turn.
 
-    Metrics: ``loss`` and ``grad_norm`` are means over the updates; ``first_ratio_min`` and
-    ``first_ratio_max`` belong to the first update, where the ratio must be 1; the loss's other
-    metrics are those of the last update; ``logprob_gap_mean`` and ``logprob_gap_max``, of
-    abs(policy − engine) in nats, and ``engine_ratio_mean``, ``engine_ratio_min`` and ``engine_ratio_max``,
-    of exp(policy − engine), compare engine and policy over every trained token of the step.
+    Returns:
+        How many updates there were, and metrics: ``loss`` and ``grad_norm`` are means over the updates;
+        ``first_ratio_min`` and ``first_ratio_max`` belong to the first update, where the ratio must be 1;
+        the loss's other metrics are those of the last update; ``logprob_gap_mean`` and
+        ``logprob_gap_max``, of abs(policy − engine) in nats, and ``engine_ratio_mean``,
+        ``engine_ratio_min`` and ``engine_ratio_max``, of exp(policy − engine), compare engine and policy
+        over every trained token of the step.
 
     Raises:
         LoopError: loss or gradient norm is not finite.
@@ -179,14 +179,14 @@ def update_policy(
                 )
         reports.append(report)
     if not reports:
-        return UpdateReport(0, {}, batch.advantages)
+        return 0, {}
     metrics = dict(reports[-1])
     for name in ("loss", "grad_norm"):
         metrics[name] = sum(report[name] for report in reports) / len(reports)
     for name in ("ratio_min", "ratio_max"):
         if name in reports[0]:
             metrics[f"first_{name}"] = reports[0][name]
-    return UpdateReport(len(reports), metrics | _engine_gap(scored), batch.advantages)
+    return len(reports), metrics | _engine_gap(scored)
 
 
 def _minibatches(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..batching import TrainBatch
-from ..distillation import DIVERGENCES, OUTSIDE, Divergence, Outside, topk_divergence
+from ..distillation import DistillationError, Divergence, Outside, check_divergence, topk_divergence
 from ..metrics import Max, Mean, Metric, Sum
 from ..needs import Needs
 from ..protocols import LogitsView
@@ -48,12 +48,10 @@ class DistillationLoss:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise LossError(f"k must be at least 1, got {self.k}")
-        if self.divergence not in DIVERGENCES:
-            raise LossError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {self.divergence!r}")
-        if self.outside not in OUTSIDE:
-            raise LossError(f"outside must be one of {', '.join(OUTSIDE)}, got {self.outside!r}")
-        if not 0 <= self.forward_weight <= 1:
-            raise LossError(f"forward_weight must lie in [0, 1], got {self.forward_weight}")
+        try:
+            check_divergence(self.divergence, self.forward_weight, self.outside)
+        except DistillationError as error:
+            raise LossError(str(error)) from error
         if self.normalization not in NORMALIZATIONS or self.normalization == "constant":
             raise LossError(f"normalization must be token or sequence, got {self.normalization!r}")
 

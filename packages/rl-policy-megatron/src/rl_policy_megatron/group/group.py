@@ -235,14 +235,14 @@ class MegatronPolicyGroup:
 
     def export_hf(self, directory: Path | str) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.export_hf`; the ranks must reach the directory."""
-        self._call("export_hf", str(checked_path("directory", directory).resolve()))
+        self._call("export_hf", str(_resolved(directory)))
 
     def save(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> None:
         """See :meth:`rl_policy_megatron.MegatronPolicy.save`; the ranks must reach the directory.
 
         Of the notes ``weight_version`` is the group's own.
         """
-        self._call("save", str(checked_path("directory", directory).resolve()), notes)
+        self._call("save", str(_resolved(directory)), notes)
 
     def save_async(self, directory: Path | str, notes: Mapping[str, Any] | None = None) -> PendingGroupSave:
         """See :meth:`rl_policy_megatron.MegatronPolicy.save_async`: the ranks copy now and write later.
@@ -250,7 +250,7 @@ class MegatronPolicyGroup:
         A save that is still under way at :meth:`shutdown` is waited for, ``shutdown_timeout_s`` at most.
         """
         self._saves += 1
-        number, target = self._saves, checked_path("directory", directory).resolve()
+        number, target = self._saves, _resolved(directory)
         self._call("save_async", str(target), number, notes)
         self._saving = PendingGroupSave(self._ranks, number, target, self._settings.call_timeout_s)
         return self._saving
@@ -265,7 +265,7 @@ class MegatronPolicyGroup:
         Returns:
             The notes that were saved, without the group's own.
         """
-        return self._call("load", str(checked_path("directory", directory).resolve()), verify)
+        return self._call("load", str(_resolved(directory)), verify)
 
     def __enter__(self) -> Self:
         return self
@@ -311,3 +311,8 @@ class MegatronPolicyGroup:
         if self._refitting and self._ranks.running and method not in _IN_A_REFIT:
             raise RuntimeStateError(f"policy: {method} was called during a refit; call end first")
         return self._ranks.call(method, *arguments)
+
+
+def _resolved(directory: Path | str) -> Path:
+    """Whole, since ranks may work in other folders."""
+    return checked_path("directory", directory).resolve()
