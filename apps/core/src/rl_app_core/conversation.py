@@ -153,22 +153,36 @@ class ConversationTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+def load_tokenizer(model_dir: Path, *, key: str = "model.path") -> Any:
+    """The tokenizer of a Hugging Face directory; no code of its own is run.
+
+    Args:
+        model_dir: with the tokenizer's files.
+        key: of the configuration that names it, for the error.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{key}={model_dir}: its tokenizer cannot be read: {error}") from error
+
+
 def load_conversation(model_dir: Path, chat_template: Path | None) -> ConversationTokenizer:
     """The tokenizer of a Hugging Face directory, with another chat template if one is given.
 
     Raises:
         ConfigError: it cannot be read, or its template cannot carry a conversation.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            model_dir, local_files_only=True, trust_remote_code=False
-        )
-        if chat_template is not None:
+    tokenizer = load_tokenizer(model_dir)
+    if chat_template is not None:
+        try:
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    except Exception as error:
-        raise ConfigError(f"model.path={model_dir}: its tokenizer cannot be read: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.path={model_dir}: its tokenizer cannot be read: {error}") from error
     try:
         return ConversationTokenizer(tokenizer)
     except ChatTemplateError as error:

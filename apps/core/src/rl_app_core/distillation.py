@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from rl_algorithms.advantages import Constant, OnPolicyDistillation
-from rl_algorithms.distillation import DistillationError, TaskTeachers
+from rl_algorithms.distillation import TaskTeachers
 from rl_algorithms.losses import ClippedPGLoss, DistillationLoss, LossError
 from rl_algorithms.method import Method
 from rl_algorithms.protocols import PolicyLoss, Teacher
@@ -28,10 +28,10 @@ def check_settings(config: DistillationConfig) -> None:
     try:
         distillation_loss(config)
         shared_loop_settings(config)
-        if config.teacher.engine == "vllm":
-            teacher_plan(config, Path("model"), top=_top(config))
-    except (LossError, DistillationError, ValueError) as error:
+    except (LossError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error
+    if config.teacher.engine == "vllm":
+        teacher_plan(config, Path("model"), top=_top(config))
 
 
 def distillation_trainer(config: DistillationConfig, teachers: Mapping[str, Path]) -> Trainer:

@@ -41,24 +41,12 @@ def running_fleet(plan: EnginePlan, config: JobConfig) -> Generator[Fleet]:
 def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
     """The fleet, not started."""
     cluster = config.cluster
-    of_actor = actor_class(plan.actor)
-    ray = RaySettings(
-        num_gpus=plan.num_gpus,
-        env_vars=huge_page_variables(),
-        schedule_timeout_s=cluster.start_timeout_s,
-        start_timeout_s=cluster.start_timeout_s,
-        generate_timeout_s=cluster.call_timeout_s,
-    )
-    replicas = [
-        RayReplica(settings.name, of_actor, (settings, plan.listen, plan.server), ray)
-        for settings in plan.settings
-    ]
     # If all have died, requests wait until the first is back: it has to start anew, and to be refitted.
     patience_s = cluster.start_timeout_s + _REFIT_S
     # Processes of one machine share memory; elsewhere the bytes have to travel.
     transport = "shared_memory" if cluster.address is None else "object_store"
     return Fleet(
-        replicas,
+        replicas_of(plan, config),
         FleetSettings(
             request_timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
@@ -68,7 +56,23 @@ def build_fleet(plan: EnginePlan, config: JobConfig) -> Fleet:
     )
 
 
-def actor_class(path: str) -> Any:
-    """The class of that full name."""
+def replicas_of(plan: EnginePlan, config: JobConfig) -> list[RayReplica]:
+    """Those of the plan, not started."""
+    cluster = config.cluster
+    actor_class = _named(plan.actor)
+    ray = RaySettings(
+        num_gpus=plan.num_gpus,
+        env_vars=huge_page_variables(),
+        schedule_timeout_s=cluster.start_timeout_s,
+        start_timeout_s=cluster.start_timeout_s,
+        generate_timeout_s=cluster.call_timeout_s,
+    )
+    return [
+        RayReplica(settings.name, actor_class, (settings, plan.listen, plan.server), ray)
+        for settings in plan.settings
+    ]
+
+
+def _named(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rl_actor_envs.runtime import make_actor_runtime_env
 from rl_algorithms.protocols import Batch
+from rl_generation.failures import GenerationError
+from rl_generation.fleet.ray_replica import RayReplica
+from rl_generation.fleet.threads import LoopThread
+from rl_generation.vllm.prompt_scores import PromptScores
 from rl_generation.vllm.settings import VllmSettings
 from rl_policy_megatron import OptimizerSettings, ParallelLayout
 from rl_policy_megatron.errors import PolicyError
@@ -20,11 +21,14 @@ from rl_policy_megatron.group import MegatronPolicyGroup, RankSettings
 from rl_policy_megatron.hf_config import read_model_shape
 
 from .config import ConfigError, JobConfig
-from .engine_fleet import actor_class
+from .conversation import load_tokenizer
+from .engine_fleet import replicas_of
 from .engine_plan import EnginePlan, plan_engines
-from .memory import huge_page_variables
 from .policy_plan import policy_settings
 from .remote import group_settings
+
+# What is added to the deadlines of a replica before its loop is given up as well.
+_SLACK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,13 @@ class EngineTeacher:
     """The :class:`rl_algorithms.protocols.Teacher` that is an engine: it says what it would have sampled.
 
     Attributes:
-        actor: a :class:`rl_generation.vllm.worker.VllmWorker` in a Ray actor.
-        timeout_s: for its answer.
+        replica: in a Ray actor, started.
+        loop: that the replica lives on.
+        timeout_s: for its answer, which the replica's own deadline comes before.
     """
 
-    actor: Any
+    replica: RayReplica
+    loop: LoopThread
     timeout_s: float
 
     def logprobs(self, batch: Batch, agents: Sequence[str]) -> torch.Tensor:
@@ -107,13 +113,11 @@ class EngineTeacher:
             ids[row, 1:end] = torch.from_numpy(scores.top_ids.copy())
         return logprobs, ids
 
-    def _scores(self, batch: Batch, top: int) -> list[Any]:
-        import ray
-
+    def _scores(self, batch: Batch, top: int) -> list[PromptScores]:
         sequences = [
             row[:length].tolist() for row, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True)
         ]
-        return ray.get(self.actor.score_all.remote(sequences, top), timeout=self.timeout_s)
+        return self.loop.call(self.replica.score_all(sequences, top), "scoring answers", self.timeout_s)
 
 
 @contextmanager
@@ -130,22 +134,18 @@ def engine_teacher(config: JobConfig, model: Path, *, top: int) -> Generator[Eng
             vLLM has no scores.
         GenerationError: it did not start.
     """
-    import ray
-
-    plan = teacher_plan(config, model, top=top)
-    environment: dict[str, Any] = dict(make_actor_runtime_env(plan.actor))
-    environment["env_vars"] = {**environment.get("env_vars", {}), **huge_page_variables()}
-    kind = ray.remote(actor_class(plan.actor)).options(
-        num_cpus=0, num_gpus=plan.num_gpus, runtime_env=environment, max_restarts=0
-    )
-    actor = kind.remote(plan.settings[0])
-    cluster = config.cluster
+    plan, cluster = teacher_plan(config, model, top=top), config.cluster
+    (replica,) = replicas_of(plan, config)
+    loop = LoopThread(replica.name)
     try:
-        ray.get(actor.start.remote(), timeout=cluster.start_timeout_s)
-        yield EngineTeacher(actor, cluster.call_timeout_s)
-        ray.get(actor.shutdown.remote(cluster.shutdown_timeout_s), timeout=2 * cluster.shutdown_timeout_s)
+        # Making the actor and starting its engine have this long each.
+        loop.call(replica.start(), "starting", 2 * cluster.start_timeout_s + _SLACK_S)
+        yield EngineTeacher(replica, loop, cluster.call_timeout_s + _SLACK_S)
     finally:
-        ray.kill(actor)
+        patience_s = cluster.shutdown_timeout_s
+        with suppress(GenerationError):
+            loop.call(replica.shutdown(patience_s), "shutting down", patience_s + _SLACK_S)
+        loop.close(_SLACK_S)
 
 
 def teacher_plan(config: JobConfig, model: Path, *, top: int) -> EnginePlan:
@@ -175,7 +175,9 @@ def teacher_plan(config: JobConfig, model: Path, *, top: int) -> EnginePlan:
     assert plan is not None
     settings = plan.settings[0]
     assert isinstance(settings, VllmSettings)
-    return replace(plan, settings=(replace(settings, name="teacher", tokenizer=False),), listen=None)
+    return replace(
+        plan, settings=(replace(settings, name="teacher", tokenizer=False),), listen=None, server=None
+    )
 
 
 def check_teacher(key: str, model: Path, student: Path | None) -> None:
@@ -197,24 +199,18 @@ def check_teacher(key: str, model: Path, student: Path | None) -> None:
         raise ConfigError(f"{key}: {error}") from error
     if student is None:
         return
-    if read_model_shape(student).vocabulary != shape.vocabulary or _tokens(model) != _tokens(student):
+    if read_model_shape(student).vocabulary != shape.vocabulary or _tokens(key, model) != _tokens(
+        "model.path", student
+    ):
         raise ConfigError(
             f"{key}: the teacher {model} and the student {student} have other vocabularies, so their tokens "
             "cannot be compared; give a teacher with the student's tokenizer"
         )
 
 
-def _tokens(model: Path) -> dict[str, int]:
+def _tokens(key: str, model: Path) -> dict[str, int]:
     """Every token of a model's tokenizer, with its id."""
-    file = model / "tokenizer.json"
-    if not file.is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        return dict(tokenizer.get_vocab())
-    content = json.loads(file.read_text(encoding="utf-8"))
-    tokens = dict(content["model"]["vocab"]) if isinstance(content["model"]["vocab"], dict) else {}
-    return tokens | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    return dict(load_tokenizer(model, key=key).get_vocab())
 
 
 @dataclass(frozen=True)

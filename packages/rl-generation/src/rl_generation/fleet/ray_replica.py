@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..failures import DeadlineError, EngineDeadError, UnavailableBackendError
@@ -19,6 +19,9 @@ from .ray_room import no_room_in_time, require_room
 from .ray_settings import RaySettings
 from .replica import EngineActor, ReplicaFacts
 from .threads import in_thread
+
+if TYPE_CHECKING:
+    from ..vllm.prompt_scores import PromptScores
 
 
 class RayReplica:
@@ -79,6 +82,10 @@ class RayReplica:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`~rl_generation.fleet.replica.Replica`."""
         return await self._call("generate", self._settings.generate_timeout_s, list(requests))
+
+    async def score_all(self, sequences: Sequence[Sequence[int]], top: int) -> list[PromptScores]:
+        """See :meth:`~rl_generation.vllm.engine.VllmEngine.score_all_async`, for engines that have it."""
+        return await self._call("score_all", self._settings.generate_timeout_s, list(sequences), top)
 
     async def probe(self) -> None:
         """See :class:`~rl_generation.fleet.replica.Replica`."""
