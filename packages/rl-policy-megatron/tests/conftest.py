@@ -265,7 +265,15 @@ def ray_cluster() -> Iterator[None]:
 
 def running(group: Any) -> list[int]:
     """Numbers of a group's processes that still run."""
-    return [pid for pid in group.pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    return [pid for pid in group.pids if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie; it may end at any moment, between two questions too."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,13 @@ def children() -> list[int]:
 
 def running(group: Doubles) -> list[int]:
     pids = [*group.pids, *([group.description["child"]] if group.description else [])]
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    found: list[int] = []
+    for pid in pids:
+        # It may end at any moment, between two questions too.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
 
 
 def failed(group: Doubles, deed: Deed) -> tuple[RankError, float]:
