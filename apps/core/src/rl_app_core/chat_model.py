@@ -53,6 +53,7 @@ class EngineChatModel:
             text=self._conversation.decode(completion.token_ids),
             stop_reason=StopReason(completion.stop_reason),
             weight_version=completion.weight_version,
+            token_versions=completion.token_versions,
         )
 
     def _prompt(self, request: ChatRequest) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ class Runtime:
         base_urls: of the engine's servers.
         rollouts: environment and engine, bound together.
         conversation: the tokenizer.
+        max_context: the most tokens that prompt and answer may have together.
         loggers: where metrics go.
     """
 
@@ -44,6 +45,7 @@ class Runtime:
     base_urls: tuple[str, ...]
     rollouts: LocalRollouts
     conversation: ConversationTokenizer
+    max_context: int
     loggers: Loggers
 
 
@@ -79,9 +81,8 @@ def compose(
         stack.enter_context(ray_cluster(config.cluster, directory.logs, actors=actors))
         parts = _colocated(config, model_dir) if plan is None else _apart(config, model_dir, plan)
         policy, engine, base_urls = stack.enter_context(parts)
-        model = EngineChatModel(
-            engine, conversation, config.generation, _longest(config, policy.description["max_context"])
-        )
+        max_context = _longest(config, policy.description["max_context"])
+        model = EngineChatModel(engine, conversation, config.generation, max_context)
         rollouts = LocalRollouts(
             model,
             prepared.environments,
@@ -91,7 +92,7 @@ def compose(
         directory.forget_after(-1 if resume_step is None else resume_step)
         loggers = Loggers.for_run(directory, elapsed, tensorboard=config.logging.tensorboard)
         stack.callback(loggers.close)
-        yield Runtime(policy, engine, base_urls, rollouts, conversation, loggers)
+        yield Runtime(policy, engine, base_urls, rollouts, conversation, max_context, loggers)
 
 
 _Parts = tuple[MegatronPolicyGroup, RolloutEngine, tuple[str, ...]]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rl_algorithms.checkpointing import Checkpoint, CheckpointStore
-from rl_algorithms.loops import LoopResult, LoopSettings, run_sync
+from rl_algorithms.loops import LoopResult, LoopSettings, StepReport, run_sync
 from rl_algorithms.method import Method
 
 from .compose import Runtime, compose
@@ -24,6 +24,58 @@ from .watching import step_watcher
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """All that a loop needs of a run.
+
+    Attributes:
+        prepared: the checked configuration and its rows.
+        settings: of the loop.
+        method: what is learnt by.
+        runtime: the living parts.
+        directory: of the run.
+        checkpoints: where they are written.
+        resume_from: the one that is continued.
+        evaluate: numbers about held-out rows after the given number of steps.
+        metrics: where each step's numbers go.
+        on_step: told of every finished step.
+        stop: whether somebody wants the run to end.
+        say: tells a person a line.
+    """
+
+    prepared: Prepared
+    settings: LoopSettings
+    method: Method
+    runtime: Runtime
+    directory: RunDirectory
+    checkpoints: CheckpointStore
+    resume_from: Checkpoint | None
+    evaluate: Callable[[int], Mapping[str, float]]
+    metrics: EngineMetrics
+    on_step: Callable[[StepReport], None]
+    stop: StopRequest
+    say: Callable[[str], None]
+
+
+def synchronous(loop: Loop) -> LoopResult:
+    """Generate, learn, and only then generate again."""
+    return run_sync(
+        settings=loop.settings,
+        rows=loop.prepared.problems.train,
+        rows_digest=loop.prepared.problems.digest,
+        source=loop.runtime.rollouts,
+        policy=loop.runtime.policy,
+        method=loop.method,
+        pad_token_id=loop.runtime.conversation.pad_token_id,
+        evaluate=loop.evaluate,
+        metrics_logger=loop.metrics,
+        checkpoints=loop.checkpoints,
+        resume_from=loop.resume_from,
+        on_step=loop.on_step,
+        should_stop=lambda: loop.stop.requested,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Trainer:
     """What an application adds to the job that all share.
 
@@ -32,12 +84,14 @@ class Trainer:
         settings: of the loop.
         method: given the living parts of the run, what it learns by, for as long as the block lasts.
         actors: Ray actors that ``method`` starts.
+        loop: how rollouts and training take turns.
     """
 
     phase: str
     settings: LoopSettings
     method: Callable[[Runtime], AbstractContextManager[Method]]
     actors: int = 0
+    loop: Callable[[Loop], LoopResult] = synchronous
 
 
 def run_job(
@@ -142,20 +196,21 @@ def _train(
     measured = EngineMetrics(runtime.loggers, runtime.engine)
     reporter.begin_phase(trainer.phase, trainer.settings.steps, completed=first)
     try:
-        return run_sync(
-            settings=trainer.settings,
-            rows=prepared.problems.train,
-            rows_digest=prepared.problems.digest,
-            source=runtime.rollouts,
-            policy=runtime.policy,
-            method=method,
-            pad_token_id=runtime.conversation.pad_token_id,
-            evaluate=evaluate,
-            metrics_logger=measured,
-            checkpoints=store,
-            resume_from=resume_from,
-            on_step=step_watcher(trainer.phase, config, reporter, directory, measured),
-            should_stop=lambda: stop.requested,
+        return trainer.loop(
+            Loop(
+                prepared=prepared,
+                settings=trainer.settings,
+                method=method,
+                runtime=runtime,
+                directory=directory,
+                checkpoints=store,
+                resume_from=resume_from,
+                evaluate=evaluate,
+                metrics=measured,
+                on_step=step_watcher(trainer.phase, config, reporter, directory, measured),
+                stop=stop,
+                say=reporter.line,
+            )
         )
     finally:
         reporter.end_phase()

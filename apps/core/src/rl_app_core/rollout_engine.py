@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -30,15 +31,33 @@ class VersionedSource(WeightSource, Protocol):
 
 
 class RolloutEngine(TokenEngine, Protocol):
-    """What a run samples with."""
+    """What a run samples with. :meth:`generate` is :meth:`refresh` and then :meth:`sample`."""
+
+    def refresh(self) -> None:
+        """Give it the policy's newest weights, and replicas that are back the present ones.
+
+        The policy must not be training meanwhile.
+
+        Raises:
+            GenerationError: no replica could take the new weights.
+        """
+        ...
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests, from whatever weights it has; from any thread.
+
+        Raises:
+            GenerationError: no replica could serve, or a request is at fault.
+        """
+        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers since the last call, ready to log.
 
-        ``engine_seconds`` of sampling (not of greedy decoding) and ``generation_tokens_per_second`` in them,
-        where something was sampled; with an engine apart from the policy also ``refit_seconds``, where
-        weights were handed over, ``replicas_serving`` now, and since the start ``replica_restarts`` and
-        ``requests_sent_again``.
+        ``engine_seconds`` in which something was sampled (not decoded greedily) and
+        ``generation_tokens_per_second`` in them, if anything was; with an engine apart from the policy also
+        ``refit_seconds``, where weights were handed over, ``replicas_serving`` now, and since the start
+        ``replica_restarts`` and ``requests_sent_again``.
         """
         ...
 
@@ -52,6 +71,13 @@ class ColocatedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`."""
+        return self.sample(requests)
+
+    def refresh(self) -> None:
+        """See :class:`RolloutEngine`."""
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`RolloutEngine`."""
         return self._meter.sampling(self._engine.generate, requests)
 
     def take_metrics(self) -> dict[str, float]:
@@ -82,12 +108,20 @@ class FleetEngine:
         Raises:
             GenerationError: no replica could take the new weights or serve, or a request is at fault.
         """
+        self.refresh()
+        return self._meter.sampling(self._sample_and_revive, requests)
+
+    def refresh(self) -> None:
+        """See :class:`RolloutEngine`."""
         version = self._policy.weight_version()
         if version != self._fleet.weight_version:
             self._refit(lambda: self._fleet.update_from(self._policy, version))
         else:
             self._revive()
-        return self._meter.sampling(self._sample, requests)
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`RolloutEngine`."""
+        return self._meter.sampling(self._fleet.generate, requests)
 
     def take_metrics(self) -> dict[str, float]:
         """See :class:`RolloutEngine`."""
@@ -103,7 +137,7 @@ class FleetEngine:
         """Let go of its thread; the fleet is its owner's."""
         self._waiter.shutdown(wait=False)
 
-    def _sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def _sample_and_revive(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = self._waiter.submit(self._fleet.generate, requests)
         while not wait([answers], timeout=_LOOK_EVERY_S).done:
             # If every replica has died, this is what the requests wait for.
@@ -124,33 +158,60 @@ class FleetEngine:
         try:
             work()
         finally:
-            self._meter.refit_seconds += time.perf_counter() - began
+            self._meter.refitted(time.perf_counter() - began)
 
 
 class _Meter:
+    """Counts what goes through an engine, from any number of threads."""
+
     def __init__(self) -> None:
-        self.refit_seconds = 0.0
+        self._lock = threading.Lock()
+        self._refit_seconds = 0.0
         self._seconds = 0.0
         self._tokens = 0
+        self._active = 0
+        self._since = 0.0
 
     def sampling(
         self,
         generate: Callable[[Sequence[GenerationRequest]], list[Completion]],
         requests: Sequence[GenerationRequest],
     ) -> list[Completion]:
-        began = time.perf_counter()
-        answers = generate(requests)
-        if any(request.sampling.temperature > 0 for request in requests):
-            self._seconds += time.perf_counter() - began
-            self._tokens += sum(len(answer.token_ids) for answer in answers)
+        if all(request.sampling.temperature == 0 for request in requests):
+            return generate(requests)
+        self._count(1)
+        answers: list[Completion] = []
+        try:
+            answers = generate(requests)
+        finally:
+            self._count(-1, sum(len(answer.token_ids) for answer in answers))
         return answers
 
+    def refitted(self, seconds: float) -> None:
+        with self._lock:
+            self._refit_seconds += seconds
+
     def take(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if self._seconds > 0:
-            metrics["engine_seconds"] = self._seconds
-            metrics["generation_tokens_per_second"] = self._tokens / self._seconds
-        if self.refit_seconds > 0:
-            metrics["refit_seconds"] = self.refit_seconds
-        self.refit_seconds, self._seconds, self._tokens = 0.0, 0.0, 0
-        return metrics
+        with self._lock:
+            self._settle()
+            metrics: dict[str, float] = {}
+            if self._seconds > 0:
+                metrics["engine_seconds"] = self._seconds
+                metrics["generation_tokens_per_second"] = self._tokens / self._seconds
+            if self._refit_seconds > 0:
+                metrics["refit_seconds"] = self._refit_seconds
+            self._refit_seconds, self._seconds, self._tokens = 0.0, 0.0, 0
+            return metrics
+
+    def _count(self, calls: int, tokens: int = 0) -> None:
+        with self._lock:
+            self._settle()
+            self._active += calls
+            self._tokens += tokens
+
+    def _settle(self) -> None:
+        """Add the time since the last change, if anything was in flight in it."""
+        now = time.perf_counter()
+        if self._active:
+            self._seconds += now - self._since
+        self._since = now

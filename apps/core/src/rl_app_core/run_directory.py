@@ -117,6 +117,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def groups(self) -> Path:
+        """Finished groups that no checkpoint holds yet, of asynchronous runs."""
+        return self.path / "groups"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -92,6 +92,24 @@ class RequestBatcher:
             answer.cancel()
             raise self._late(request) from error
 
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests, for callers in threads of their own.
+
+        Raises:
+            GenerationError: what the engine raised for the first request that failed.
+            DeadlineError: not all was answered within ``timeout_s``.
+            InfraError: the batcher is closed.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        answers = [self._submit(request) for request in requests]
+        try:
+            return [answer.result(max(0.0, deadline - time.monotonic())) for answer in answers]
+        except TimeoutError as error:
+            raise self._late(requests[0]) from error
+        finally:
+            for answer in answers:
+                answer.cancel()
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Fail what is waiting and end; idempotent.
 

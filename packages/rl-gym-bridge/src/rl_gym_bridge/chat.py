@@ -98,10 +98,12 @@ class ChatReply:
             was sampled from.
         text: the sampled text without the end token; thinking and tool-call tags stay in it.
         stop_reason: ``STOP``, ``LENGTH`` or ``ABORTED``, as the engine says (never inferred).
-        weight_version: version of the weights that sampled it.
+        weight_version: version of the weights that sampled its last token.
+        token_versions: one per sampled token, where weights changed on the way; empty means
+            ``weight_version`` for all.
 
     Raises:
-        ValueError: a stop reason that no engine has.
+        ValueError: a stop reason that no engine has, or not one version per token.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -110,11 +112,22 @@ class ChatReply:
     text: str
     stop_reason: StopReason
     weight_version: int
+    token_versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.token_versions and len(self.token_versions) != len(self.generation_token_ids):
+            raise ValueError(
+                f"a chat reply has {len(self.token_versions)} versions for {len(self.generation_token_ids)} "
+                "sampled tokens; give one for each, or none where all are of weight_version"
+            )
         if self.stop_reason not in _ENGINE_STOP_REASONS:
             allowed = ", ".join(reason.value for reason in _ENGINE_STOP_REASONS)
             raise ValueError(f"a chat reply stops by one of {allowed}, got {self.stop_reason!r}")
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Version of the weights that sampled each token."""
+        return self.token_versions or (self.weight_version,) * len(self.generation_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

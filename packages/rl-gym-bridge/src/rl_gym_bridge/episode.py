@@ -98,7 +98,7 @@ class Episode:
             return
         self._turns.append(turn)
         self._seen += turn.prompt_token_ids + turn.generation_token_ids
-        self._weight_versions += [reply.weight_version] * len(turn.generation_token_ids)
+        self._weight_versions += reply.weight_versions
         self._text = reply.text
         self._messages.append({"role": "assistant", "content": reply.text})
         if reply.stop_reason is StopReason.LENGTH or not self._tools:

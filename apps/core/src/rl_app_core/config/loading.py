@@ -42,13 +42,13 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = (), *, model: ty
 
 def to_yaml(config: JobConfig) -> str:
     """The whole configuration, defaults included, as YAML that :func:`load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def known_paths(model: type[BaseModel] = GRPOConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted path of the configuration, sections included."""
     for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
+        path = f"{prefix}{field.alias or name}"
         yield path
         section = section_of(field.annotation)
         if section is not None:

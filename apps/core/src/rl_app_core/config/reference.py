@@ -9,26 +9,32 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from .asynchronous import SingleControllerConfig
 from .distillation import DistillationConfig
-from .job import GRPOConfig
+from .job import GRPOConfig, JobConfig
 from .loading import section_of
 
 
 def reference() -> str:
     """Markdown: one heading per section, one line per key with its default and meaning.
 
-    The sections of ``grpo`` first, then those of ``distill`` that are others.
+    The sections of ``grpo`` first, then those of ``distill`` and ``single-controller`` that are others.
     """
-    lines = [*_lines(GRPOConfig, ""), "# Sections of `distill` alone", ""]
-    for name, field in DistillationConfig.model_fields.items():
+    lines = list(_lines(GRPOConfig, ""))
+    for model in (DistillationConfig, SingleControllerConfig):
+        lines += [f"# Sections of `{model.command}` alone", "", *_others(model)]
+    return "\n".join(lines)
+
+
+def _others(model: type[JobConfig]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         known = GRPOConfig.model_fields.get(name)
         if section is not None and (known is None or section_of(known.annotation) is not section):
-            lines += _lines(section, f"{name}.")
+            yield from _lines(section, f"{field.alias or name}.")
         elif known is None:
             meaning = " ".join((field.description or "").split())
-            lines += [f"`{name}`: {meaning}", ""]
-    return "\n".join(lines)
+            yield from (f"`{name}`: {meaning}", "")
 
 
 def _lines(model: type[BaseModel], prefix: str) -> Iterator[str]:

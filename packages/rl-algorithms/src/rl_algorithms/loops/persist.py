@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ..checkpoint_files import read_json, write_json
 from ..checkpointing import Checkpoint, CheckpointStore
@@ -37,8 +38,13 @@ def write_checkpoint(
     identity: Identity,
     *,
     score: float | None,
+    add: Callable[[Path], None] | None = None,
 ) -> None:
-    """The policy and the loop's state, published as one; ``score`` says how good it is.
+    """The policy and the loop's state, published as one.
+
+    Args:
+        score: how good it is.
+        add: writes whatever else belongs to it into its folder.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -47,6 +53,8 @@ def write_checkpoint(
         (folder / POLICY_FOLDER).mkdir()
         policy.save(folder / POLICY_FOLDER)
         write_json(folder / STATE_FILE, {"run": dict(identity), "state": state.to_json()})
+        if add is not None:
+            add(folder)
 
 
 def resumed(policy: PolicyTrainer, checkpoint: Checkpoint, identity: Identity) -> LoopState:

@@ -5,7 +5,6 @@ Read :func:`run_sync` from top to bottom; each step of it is one call.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 from ..checkpointing import Checkpoint, CheckpointStore
 from ..method import Method
 from ..protocols import MetricsLogger, PolicyTrainer, RolloutSource
-from .collect import Collected, collect
-from .learn import UpdateReport, learn
-from .limits import check_failures, check_method, check_skipped, is_skipped, why_nothing
+from .collect import collect
+from .learn import learn
+from .limits import check_failures, check_method, check_skipped, is_skipped
 from .persist import check_store, resumed, write_checkpoint
-from .samples import StepSamples, judge
+from .progress import advance, is_reached, measured, newest_score, report_of, step_metrics
+from .samples import judge
 from .settings import LoopSettings
-from .state import HeldOut, LoopResult, LoopState, StepReport
-
-logger = logging.getLogger(__name__)
+from .state import LoopResult, LoopState, StepReport
 
 
 def run_sync(
@@ -85,10 +83,12 @@ def run_sync(
     if evaluate is not None and not state.held_out and not should_stop():
         _measure_between_steps(evaluate, state, metrics_logger)
     if checkpoints is not None and written is None:
-        write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
+        write_checkpoint(checkpoints, policy, state, identity, score=newest_score(state, settings))
         written = state.step
 
-    while state.step < settings.steps and not _reached(state, settings) and _rows_left(state, rows, settings):
+    while (
+        state.step < settings.steps and not is_reached(state, settings) and _rows_left(state, rows, settings)
+    ):
         step = state.step + 1
         if should_stop():
             stopped = True
@@ -116,48 +116,41 @@ def run_sync(
         seconds_training = time.perf_counter() - began
 
         skipped = is_skipped(samples, update, settings)
-        _advance(state, collected, samples, seconds_generation, seconds_training, skipped=skipped)
-        metrics = {
-            **samples.metrics(settings),
-            **collected.metrics(),
-            **update.metrics,
-            "updates": float(update.updates),
-            "skipped": float(skipped),
-            "learning_rate": settings.schedule(step),
-            "seconds_generation": seconds_generation,
-            "seconds_training": seconds_training,
-        }
+        advance(
+            state,
+            samples,
+            rows=collected.rows_drawn,
+            seconds_generation=seconds_generation,
+            seconds_training=seconds_training,
+            skipped=skipped,
+        )
+        metrics = collected.metrics() | step_metrics(
+            samples,
+            update,
+            settings,
+            step,
+            skipped=skipped,
+            seconds_generation=seconds_generation,
+            seconds_training=seconds_training,
+        )
         last = step == settings.steps or not _rows_left(state, rows, settings)
         if evaluate is not None and (last or _due(step, settings.evaluate_every)):
-            metrics |= _evaluate(evaluate, state)
+            metrics |= measured(evaluate, state)
         if metrics_logger is not None:
             metrics_logger.log(step, metrics)
         if on_step is not None:
-            on_step(_report(step, metrics, samples, update))
+            on_step(report_of(step, metrics, samples, update))
         check_skipped(state, samples, settings)
-        last = last or _reached(state, settings)
+        last = last or is_reached(state, settings)
         if checkpoints is not None and (last or _due(step, settings.checkpoint_every)):
-            write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
+            write_checkpoint(checkpoints, policy, state, identity, score=newest_score(state, settings))
             written = step
 
     if evaluate is not None and not stopped and all(entry.step != state.step for entry in state.held_out):
         _measure_between_steps(evaluate, state, metrics_logger)
     if stopped and checkpoints is not None and written != state.step:
-        write_checkpoint(checkpoints, policy, state, identity, score=_score(state, settings))
-    return state.result(stopped=stopped, reached=_reached(state, settings))
-
-
-def _reached(state: LoopState, settings: LoopSettings) -> bool:
-    score = _score(state, settings)
-    return settings.stop_at is not None and score is not None and score >= settings.stop_at
-
-
-def _score(state: LoopState, settings: LoopSettings) -> float | None:
-    """The newest evaluation's ``stop_metric``, if it is of this very step."""
-    newest = state.held_out[-1] if state.held_out else None
-    if newest is None or newest.step != state.step:
-        return None
-    return newest.metrics.get(settings.stop_metric)
+        write_checkpoint(checkpoints, policy, state, identity, score=newest_score(state, settings))
+    return state.result(stopped=stopped, reached=is_reached(state, settings))
 
 
 def _rows_left(state: LoopState, rows: Sequence[Any], settings: LoopSettings) -> bool:
@@ -167,58 +160,12 @@ def _rows_left(state: LoopState, rows: Sequence[Any], settings: LoopSettings) ->
     return state.rows_drawn + settings.prompts_per_step <= settings.max_epochs * len(rows)
 
 
-def _evaluate(evaluate: Callable[[int], Mapping[str, float]], state: LoopState) -> dict[str, float]:
-    began = time.perf_counter()
-    found = {name: float(value) for name, value in evaluate(state.step).items()}
-    state.seconds_evaluation += time.perf_counter() - began
-    state.held_out.append(HeldOut(state.step, found))
-    return {f"held_out/{name}": value for name, value in found.items()}
-
-
 def _measure_between_steps(
     evaluate: Callable[[int], Mapping[str, float]], state: LoopState, metrics_logger: MetricsLogger | None
 ) -> None:
-    held_out = _evaluate(evaluate, state)
+    held_out = measured(evaluate, state)
     if metrics_logger is not None:
         metrics_logger.log(state.step, held_out)
-
-
-def _advance(
-    state: LoopState,
-    collected: Collected,
-    samples: StepSamples,
-    seconds_generation: float,
-    seconds_training: float,
-    *,
-    skipped: bool,
-) -> None:
-    state.step += 1
-    state.rows_drawn += collected.rows_drawn
-    state.tokens += samples.tokens
-    state.seconds_generation += seconds_generation
-    state.seconds_training += seconds_training
-    for kind, count in samples.failures_by_kind().items():
-        state.failures[kind] = state.failures.get(kind, 0) + count
-    if not skipped:
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_steps += 1
-    state.skipped_in_a_row += 1
-    if state.skipped_in_a_row == 1:
-        logger.warning("step %d trains nothing: %s", state.step, why_nothing(samples))
-
-
-def _report(
-    step: int, metrics: Mapping[str, float], samples: StepSamples, update: UpdateReport
-) -> StepReport:
-    return StepReport(
-        step=step,
-        metrics=metrics,
-        trajectories=samples.trajectories,
-        failures=samples.failures,
-        advantages=update.advantages,
-        trained=samples.trained,
-    )
 
 
 def _due(step: int, every: int) -> bool:
