@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ReplayError(RuntimeError):
@@ -50,7 +50,7 @@ class PositionSet:
 
     def __init__(self, below: int = 0, beyond: Iterable[int] = ()) -> None:
         self.below = below
-        self._beyond = set(beyond)
+        self._beyond = {position for position in beyond if position >= below}
         self._settle()
 
     @property
@@ -62,8 +62,17 @@ class PositionSet:
         return PositionSet(self.below, self._beyond)
 
     def add(self, position: int) -> None:
-        self._beyond.add(position)
-        self._settle()
+        if position not in self:
+            self._beyond.add(position)
+            self._settle()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PositionSet):
+            return NotImplemented
+        return (self.below, self._beyond) == (other.below, other._beyond)
+
+    # It changes.
+    __hash__: ClassVar[None] = None
 
     def __contains__(self, position: int) -> bool:
         return 0 <= position < self.below or position in self._beyond
