@@ -10,26 +10,18 @@ import traceback
 import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
-from enum import IntEnum
 
 from rich.console import Console
 from rich.markup import escape
 
 from .config import ConfigError
+from .exit_codes import ExitCode, exit_code_of
 from .interrupts import Interrupted, terminable
 from .run_directory import RunDirectory
 
 # What a person still reads, a command to copy included; the whole text is in the log.
 _LONGEST = 800
 _NOTHING = "; nothing was begun"
-
-
-class ExitCode(IntEnum):
-    """Why a command ended. 0 means that the target steps are done, nothing less; 128 + n a signal n."""
-
-    FAILED = 1
-    WRONG_CONFIGURATION = 2
-    INTERRUPTED = 130
 
 
 @dataclass(slots=True)
@@ -82,7 +74,7 @@ def guarded(errors: Console, running: Running | None = None) -> Generator[None]:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(trace, encoding="utf-8")
                 _say(errors, f"the whole story is in {file}")
-        raise SystemExit(ExitCode.FAILED) from None
+        raise SystemExit(exit_code_of(error)) from None
 
 
 def quiet_process() -> None:

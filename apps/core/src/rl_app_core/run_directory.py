@@ -134,6 +134,11 @@ class RunDirectory:
         return self.path / "rollouts.jsonl"
 
     @property
+    def trained_file(self) -> Path:
+        """Which rows each step of an asynchronous run has trained."""
+        return self.path / "trained.jsonl"
+
+    @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 
@@ -170,8 +175,8 @@ class RunDirectory:
             yield
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and rollouts of steps after ``step``: a resumed run makes them again."""
-        for file in (self.metrics_file, self.rollouts_file):
+        """Drop what was logged of steps after ``step``: a resumed run makes them again."""
+        for file in (self.metrics_file, self.rollouts_file, self.trained_file):
             if not file.exists():
                 continue
             kept = [

@@ -23,6 +23,7 @@ from rl_gym_bridge.local_runner import LocalRunner
 from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.requests import RolloutRunner
 
+from .ledger import ledger
 from .requests import RowRequests
 from .rollout_pump import RolloutPump
 from .sharing import shared_engine
@@ -85,6 +86,17 @@ class Asynchronous:
             groups.keep_only(snapshot.version)
         else:
             groups.keep_only(-1)
+        generation = config.generation
+        requests = RowRequests(
+            problems.train,
+            config.seed,
+            GenerationOverrides(
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                max_new_tokens=generation.max_new_tokens,
+                seeded=True,
+            ),
+        )
         controller = Controller(settings, snapshot, groups.read(snapshot.version))
         if loop.resume_from is not None:
             loop.say(
@@ -102,6 +114,7 @@ class Asynchronous:
             checkpoints=loop.checkpoints,
             state=state,
             on_step=loop.on_step,
+            on_trained=ledger(loop.directory, requests.row),
         )
         due = snapshot.version in (0, settings.steps) or (
             settings.evaluate_every > 0 and snapshot.version % settings.evaluate_every == 0
@@ -110,7 +123,7 @@ class Asynchronous:
             measured=not due or any(entry.step == snapshot.version for entry in state.held_out),
             saved=loop.resume_from is not None,
         )
-        stopped = asyncio.run(_run(loop, controller, trainer, runner, groups, begin, self.config))
+        stopped = asyncio.run(_run(loop, controller, trainer, runner, requests, groups, begin, self.config))
         trainer.flush()
         return state.result(stopped=stopped, reached=is_reached(state, loop.settings))
 
@@ -120,12 +133,12 @@ async def _run(
     controller: Controller,
     trainer: AsyncTrainer,
     runner: RolloutRunner,
+    requests: RowRequests,
     groups: GroupStore,
     begin: Begin,
     config: SingleControllerConfig,
 ) -> bool:
     policy = loop.runtime.policy
-    generation = config.generation
     threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="rollouts")
     asyncio.get_running_loop().set_default_executor(threads)
     shell = Shell(
@@ -135,16 +148,6 @@ async def _run(
     )
     versions = PublishedVersions(policy.weight_version(), controller.version)
     post: Callable[..., None] = shell.post
-    requests = RowRequests(
-        loop.prepared.problems.train,
-        config.seed,
-        GenerationOverrides(
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            max_new_tokens=generation.max_new_tokens,
-            seeded=True,
-        ),
-    )
     pump = TrainPump(
         trainer=trainer,
         policy=policy,

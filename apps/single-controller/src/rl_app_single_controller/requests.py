@@ -26,10 +26,14 @@ class RowRequests:
         self._seed = seed
         self._generation = generation
 
+    def row(self, position: int) -> GymRow:
+        """The row at a position."""
+        (index,) = rows_at(position, 1, row_count=len(self._rows), seed=self._seed)
+        return self._rows[index]
+
     def __call__(self, position: int, tries: Sequence[Try]) -> list[RolloutRequest]:
         """One request per try, in order. A try that follows another samples anew."""
-        (index,) = rows_at(position, 1, row_count=len(self._rows), seed=self._seed)
-        row = self._rows[index]
+        row = self.row(position)
         group = f"train/{position}"
         requests: list[RolloutRequest] = []
         for one in tries:

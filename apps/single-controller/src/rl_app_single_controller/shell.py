@@ -20,6 +20,7 @@ from rl_algorithms.controller import (
     Publish,
     Save,
     SaveGroups,
+    StalledError,
     Start,
     StopRequested,
     Tick,
@@ -32,10 +33,6 @@ from .train_pump import TrainPump
 # How soon a signal is seen.
 _LOOK_EVERY_S = 0.1
 _REVIVE_EVERY_S = 1.0
-
-
-class StalledError(RuntimeError):
-    """Nothing has happened for longer than ``async.stall_timeout_s``; says what everything waits for."""
 
 
 class GraceOver(RuntimeError):

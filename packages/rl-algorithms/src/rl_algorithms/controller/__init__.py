@@ -4,6 +4,7 @@ It has no threads, no clock of its own and no idea what a rollout is; an applica
 """
 
 from .commands import Abort, Cancel, Command, Evaluate, Finish, Publish, Save, SaveGroups, Start, Train, Try
+from .errors import ControllerError, StalledError
 from .events import (
     Begin,
     Evaluated,
@@ -16,7 +17,7 @@ from .events import (
     Tick,
     Trained,
 )
-from .machine import Controller, ControllerError
+from .machine import Controller
 from .samplers import InOrder, ReadyFirst, Sampler, WeightFifo, Windowed
 from .settings import ControllerSettings, RetryPolicy, StragglerPolicy
 from .snapshot import Counters, Snapshot, SnapshotError
@@ -47,6 +48,7 @@ __all__ = [
     "Saved",
     "Snapshot",
     "SnapshotError",
+    "StalledError",
     "Start",
     "StopRequested",
     "StragglerPolicy",

@@ -11,6 +11,7 @@ from ..replay import Group, Missing
 from ..staleness import admission_capacity, lag
 from .clock import ControllerClock, Timer
 from .commands import Abort, Cancel, Command, Finish, Start, Try
+from .errors import ControllerError
 from .events import (
     Begin,
     Evaluated,
@@ -28,9 +29,7 @@ from .restoring import Rows
 from .selection import Selection
 from .settings import ControllerSettings
 from .snapshot import Snapshot
-from .trainer import ControllerError, TrainerWork
-
-__all__ = ["Controller", "ControllerError"]
+from .trainer import TrainerWork
 
 
 class Controller:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from ..replay import Group
 from ..staleness import lag
+from .errors import ControllerError
 from .play import Play
 from .settings import ControllerSettings
-from .trainer import ControllerError
 
 
 class Selection:

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 from ..replay import Group
 from .commands import Evaluate, Publish, Save, Train
+from .errors import ControllerError
 from .events import Begin, Evaluated
 from .settings import ControllerSettings
 
 _Task = Train | Publish | Evaluate | Save
-
-
-class ControllerError(RuntimeError):
-    """An event that cannot have happened, or a part that broke its contract: the run must not go on."""
 
 
 class TrainerWork:

@@ -51,6 +51,7 @@ class AsyncTrainer:
         checkpoints: where to write.
         state: of a resumed run.
         on_step: told of every finished step.
+        on_trained: told of the groups of a step as soon as they are trained.
 
     Raises:
         LoopError: method and settings do not go together.
@@ -69,6 +70,7 @@ class AsyncTrainer:
         checkpoints: CheckpointStore,
         state: LoopState | None = None,
         on_step: Callable[[StepReport], None] | None = None,
+        on_trained: Callable[[int, Sequence[Group]], None] | None = None,
     ) -> None:
         check_asynchronous(settings, method)
         self.settings = settings
@@ -81,6 +83,7 @@ class AsyncTrainer:
         self._logger = metrics_logger
         self._checkpoints = checkpoints
         self._on_step = on_step or (lambda report: None)
+        self._on_trained = on_trained or (lambda version, groups: None)
         self._unlogged: StepReport | None = None
         self._idle_since = time.perf_counter()
 
@@ -110,6 +113,7 @@ class AsyncTrainer:
             samples, self._method, settings, self._policy, pad_token_id=self._pad_token_id, step=version
         )
         seconds = time.perf_counter() - began
+        self._on_trained(version, ordered)
         skipped = is_skipped(samples, update, settings)
         advance(
             self.state,
