@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
-from rl_generation.failures import GenerationError
+from rl_generation.failures import GenerationError, NoReplicaError
 from rl_generation.fleet.fleet import Fleet
 from rl_generation.fleet.states import ReplicaState
 from rl_generation.protocol import Completion, GenerationRequest
@@ -32,6 +32,16 @@ class VersionedSource(WeightSource, Protocol):
 class RolloutEngine(TokenEngine, Protocol):
     """What a run samples with."""
 
+    def refresh(self) -> None:
+        """Bring the policy's newest weights to the engine, if it has others.
+
+        :meth:`generate` does it itself. Over HTTP nobody sees a request come, so it is done before.
+
+        Raises:
+            GenerationError: no replica could take them, or none is left.
+        """
+        ...
+
     def take_metrics(self) -> dict[str, float]:
         """Numbers since the last call, ready to log.
 
@@ -49,6 +59,9 @@ class ColocatedEngine:
     def __init__(self, engine: TokenEngine) -> None:
         self._engine = engine
         self._meter = _Meter()
+
+    def refresh(self) -> None:
+        """See :class:`RolloutEngine`; there is nothing to do."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`."""
@@ -82,11 +95,7 @@ class FleetEngine:
         Raises:
             GenerationError: no replica could take the new weights or serve, or a request is at fault.
         """
-        version = self._policy.weight_version()
-        if version != self._fleet.weight_version:
-            self._refit(lambda: self._fleet.update_from(self._policy, version))
-        else:
-            self._revive()
+        self._renew()
         return self._meter.sampling(self._sample, requests)
 
     def take_metrics(self) -> dict[str, float]:
@@ -99,9 +108,24 @@ class FleetEngine:
             "requests_sent_again": counts["sent_again"],
         }
 
+    def refresh(self) -> None:
+        """See :class:`RolloutEngine`; replicas that are back with older weights get them too."""
+        self._renew()
+        states = self._fleet.states
+        if all(state is ReplicaState.RETIRED for state in states.values()):
+            # The fleet says so to whoever samples. Who asks over HTTP would only wait.
+            raise NoReplicaError(f"fleet: none of its {len(states)} replicas is left; resume the run")
+
     def close(self) -> None:
         """Let go of its thread; the fleet is its owner's."""
         self._waiter.shutdown(wait=False)
+
+    def _renew(self) -> None:
+        version = self._policy.weight_version()
+        if version != self._fleet.weight_version:
+            self._refit(lambda: self._fleet.update_from(self._policy, version))
+        else:
+            self._revive()
 
     def _sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = self._waiter.submit(self._fleet.generate, requests)
