@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.requests import RolloutRunner
@@ -77,7 +78,10 @@ class GymRollouts:
             first=first,
             timeout_s=self._plan.step_timeout_s,
         )
+        version = self._engine.weight_version
         outcomes = asyncio.run(self._beside_the_engine(groups)).outcomes
+        if version == self._engine.weight_version:
+            outcomes = [_with_version(outcome, version) for outcome in outcomes]
         if any(_is_infra(outcome) for outcome in outcomes):
             # A Gym that died is not started again, so there is no use in going on to the next step.
             self._check()
@@ -94,6 +98,17 @@ class GymRollouts:
             # Whoever leaves early leaves nothing running: this closes the stream, also in the actor.
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
+
+
+def _with_version(outcome: Trajectory | RolloutFailure, version: int) -> Trajectory | RolloutFailure:
+    """The rollout with the version that sampled each token, where Gym dropped what the engine said of it.
+
+    It is known all the same: the policy rests while rollouts are played, and a replica with other weights
+    serves nothing.
+    """
+    if isinstance(outcome, RolloutFailure) or outcome.weight_versions:
+        return outcome
+    return replace(outcome, weight_versions=(version,) * outcome.sampled_tokens)
 
 
 def _is_infra(outcome: Trajectory | RolloutFailure) -> bool:

@@ -29,8 +29,21 @@ class VersionedSource(WeightSource, Protocol):
         ...
 
 
+class VersionedEngine(TokenEngine, Protocol):
+    """An engine on the policy's own weights."""
+
+    def weight_version(self) -> int:
+        """How many updates have made them."""
+        ...
+
+
 class RolloutEngine(TokenEngine, Protocol):
     """What a run samples with."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that it samples from now."""
+        ...
 
     def refresh(self) -> None:
         """Bring the policy's newest weights to the engine, if it has others.
@@ -56,9 +69,14 @@ class RolloutEngine(TokenEngine, Protocol):
 class ColocatedEngine:
     """An engine that shares the policy's weights, so nothing is handed over."""
 
-    def __init__(self, engine: TokenEngine) -> None:
+    def __init__(self, engine: VersionedEngine) -> None:
         self._engine = engine
         self._meter = _Meter()
+
+    @property
+    def weight_version(self) -> int:
+        """See :class:`RolloutEngine`."""
+        return self._engine.weight_version()
 
     def refresh(self) -> None:
         """See :class:`RolloutEngine`; there is nothing to do."""
@@ -88,6 +106,11 @@ class FleetEngine:
         self._policy = policy
         self._meter = _Meter()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+
+    @property
+    def weight_version(self) -> int:
+        """See :class:`RolloutEngine`."""
+        return self._fleet.weight_version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`.
