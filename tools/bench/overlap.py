@@ -34,7 +34,7 @@ from rl_app_core.grpo import grpo_trainer
 from rl_app_core.job import Loop, Trainer, run_job, synchronous
 from rl_app_core.preflight import prepare
 from rl_app_core.reporting import RunReporter
-from rl_app_core.rollouts import LocalRollouts
+from rl_app_core.rollouts import Rollouts
 from rl_app_core.run_directory import RunDirectory
 from rl_app_single_controller.asynchronous import Asynchronous
 from rl_app_single_controller.plan import controller_settings
@@ -82,7 +82,7 @@ class Synchronous(Timed):
 
 
 class _SlowRollouts:
-    def __init__(self, inner: LocalRollouts, timed: Timed) -> None:
+    def __init__(self, inner: Rollouts, timed: Timed) -> None:
         self._inner = inner
         self._timed = timed
 

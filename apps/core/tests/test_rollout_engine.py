@@ -106,6 +106,28 @@ def test_whatever_changed_the_weights_they_are_handed_over_once_before_the_next_
     ]
 
 
+def test_over_http_the_weights_are_handed_over_before_anybody_asks(engine, fleet, policy):
+    engine.refresh()
+    assert fleet.calls == []
+    policy.version = 3
+    engine.refresh()
+    engine.refresh()
+    assert fleet.calls == [("update", 3)]
+    assert engine.weight_version == 3
+    fleet.states["b"] = ReplicaState.STALE
+    engine.refresh()
+    assert fleet.calls[1:] == [("stale", 3)]
+    assert engine.take_metrics()["refit_seconds"] > 0
+
+
+def test_nobody_waits_over_http_for_replicas_that_are_all_retired(engine, fleet):
+    fleet.states = {"a": ReplicaState.DEAD, "b": ReplicaState.RETIRED}
+    engine.refresh()
+    fleet.states = dict.fromkeys("ab", ReplicaState.RETIRED)
+    with pytest.raises(NoReplicaError, match="none of its 2 replicas is left; resume the run"):
+        engine.refresh()
+
+
 def test_weights_that_do_not_arrive_end_the_step(engine, fleet, policy):
     policy.version = 1
     fleet.refit_failure = RefitError("nobody took them")
@@ -159,6 +181,8 @@ def test_the_numbers_are_of_the_time_since_they_were_last_taken(engine, policy):
 
 def test_an_engine_that_shares_the_policys_weights_hands_nothing_over(fleet):
     engine = ColocatedEngine(fleet)
+    engine.refresh()
     engine.generate([REQUEST])
+    assert fleet.calls == [("generate", 0)]
     assert engine.take_metrics().keys() == {"engine_seconds", "generation_tokens_per_second"}
     assert engine.take_metrics() == {}

@@ -72,6 +72,7 @@ OURS: dict[str, Any] = {
     "rollout_timeout_s": 30.5,
     "shutdown_timeout_s": 5,
     "work_dir": "logs",
+    "search_folder": "mine",
     "routed_experts_dtype": "int8",
 }
 THEIRS: dict[str, Any] = {
@@ -93,6 +94,7 @@ def test_our_keys_become_fields_and_everything_else_is_forwarded_as_it_is(
     assert config.gym_config == {**THEIRS, "num_gpu_nodes": 2}
     assert type(config.gym_config["mcqa"]) is dict
     assert (config.num_gpu_nodes, config.python, config.work_dir) == (2, "gym/bin/python", "logs")
+    assert config.search_folder == "mine"
     assert config.invalid_tool_call_patterns == ("<call>",)
     assert (config.thinking_tags, config.on_discontinuity) == (("<a>", "</a>"), "keep_prefix")
     assert config.penalties == RewardPenalties(invalid_tool_call=0.5)
@@ -268,6 +270,7 @@ WRONG: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"python": 3.12}, "python", ("3.12", "a string")),
     ({"python": " "}, "python", ("' '", "a path")),
     ({"work_dir": ""}, "work_dir", ("''", "a path")),
+    ({"search_folder": ""}, "search_folder", ("''", "a path")),
     ({"start_timeout_s": 0}, "start_timeout_s", ("0.0", "above 0")),
     ({"rollout_timeout_s": float("nan")}, "rollout_timeout_s", ("nan", "finite")),
     ({"shutdown_timeout_s": float("inf")}, "shutdown_timeout_s", ("inf", "finite")),

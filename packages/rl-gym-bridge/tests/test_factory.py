@@ -167,6 +167,28 @@ def test_gym_starts_first_and_gets_the_tokenizer_then(ray: RecordedRay) -> None:
     assert ray.actor_class is NemoGym
 
 
+def test_whoever_wants_the_handle_gets_it_before_gym_starts(ray: RecordedRay) -> None:
+    told: list[Any] = []
+
+    def note(handle: NemoGymHandle) -> None:
+        told.append((handle, list(ray.events)))
+
+    assert spinup(created=note) is told[0][0]
+    assert [events for _, events in told] == [["create"]]
+
+
+def test_one_who_refuses_the_handle_has_no_actor(ray: RecordedRay) -> None:
+    refusal = RuntimeError("given up")
+
+    def refuse(handle: NemoGymHandle) -> None:
+        raise refusal
+
+    with pytest.raises(RuntimeError) as caught:
+        spinup(created=refuse)
+    assert caught.value is refusal
+    assert ray.events == ["create", *CLEANED]
+
+
 def test_without_a_tokenizer_none_is_set(ray: RecordedRay) -> None:
     spinup(tokenizer=None)
     assert ray.events == ALL_IS_WELL[:3]

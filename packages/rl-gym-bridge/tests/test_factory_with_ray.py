@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import queue
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import time
 import types
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -512,3 +514,27 @@ def test_environments_end_together_and_leave_nothing(spinup: Spinup, gym_python:
     assert time.monotonic() - began < 10
     for number in range(2):
         wait_until(lambda work=tmp_path / f"work{number}": not gym_processes(work), 5.0)
+
+
+def test_gym_looks_where_it_is_told_to_and_not_where_its_actor_works(
+    gym_python: str, spinup: Spinup, tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "resources_servers" / "answers").mkdir(parents=True)
+    work = tmp_path / "work"
+    spinup({"python": gym_python, "work_dir": str(work), "search_folder": str(tmp_path / "mine")})
+    (folder,) = work.iterdir()
+    assert (folder / "resources_servers").resolve() == tmp_path / "mine" / "resources_servers"
+
+
+def test_a_gym_that_starts_is_shut_down_from_another_thread(gym_python: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    section = {"python": gym_python, "work_dir": str(work), "double": {"list_after_s": 60}}
+    begun: queue.Queue[NemoGymHandle] = queue.Queue()
+    with spinning_up() as spinup, ThreadPoolExecutor(1) as pool:
+        start = pool.submit(spinup, {**section, "start_timeout_s": 60.0}, created=begun.put)
+        handle = begun.get(timeout=30)
+        wait_until(lambda: bool(gym_processes(work)), 30)
+        handle.shutdown()
+        with pytest.raises((GymStartError, GymServerDied)):
+            start.result(timeout=30)
+    wait_until(lambda: not gym_processes(work), 10)

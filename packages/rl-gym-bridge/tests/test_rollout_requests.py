@@ -266,6 +266,15 @@ def test_only_asked_for_each_rollout_gets_a_seed_of_its_own() -> None:
     assert requests_of([same], generation=GenerationOverrides(seeded=True), step=6)[0] != groups[0]
 
 
+def test_rows_played_before_in_the_step_take_neither_ids_nor_seeds_away() -> None:
+    seeded = GenerationOverrides(seeded=True)
+    one = row(row_id="x")
+    whole = requests_of([one] * 3, generation=seeded, group_size=2)
+    later = requests_of([one], generation=seeded, group_size=2, first=2)
+    assert later == whole[2:]
+    assert len({request.rollout_id for group in whole for request in group}) == 6
+
+
 def test_a_group_needs_a_rollout() -> None:
     with pytest.raises(ValueError, match="group_size=0"):
         nemo_gym_data_processor(row(), generation=GenerationOverrides(), group_size=0, step=0, seed=0)

@@ -27,7 +27,7 @@ Reply = Callable[[GymRow], Sequence[Message]]
 def demonstrate(
     maker: str,
     row: GymRow,
-    environment: LocalEnvironment,
+    environment: LocalEnvironment | None,
     share: float,
     rng: random.Random,
     conversation: ConversationTokenizer,
@@ -37,15 +37,20 @@ def demonstrate(
     Args:
         maker: a key of :data:`MAKERS`.
         row: the problem.
-        environment: the one that will play the row; the demonstration opens as its rollouts do.
+        environment: the one that will play the row; the demonstration opens as its rollouts do. ``None`` is
+            an agent of a Gym, which shows the policy the row's own messages.
         share: probability of the long way.
         rng: decides.
         conversation: the tokenizer.
     """
     long_way, short_way = MAKERS[maker]
     reply = long_way(row) if rng.random() < share else short_way(row)
-    messages: list[Message] = list(environment.opening(row))
-    tools = [tool.schema() for tool in environment.offered_tools(row).values()]
+    if environment is None:
+        messages: list[Message] = list(row.messages)
+        tools: list[dict[str, Any]] = []
+    else:
+        messages = list(environment.opening(row))
+        tools = [tool.schema() for tool in environment.offered_tools(row).values()]
     ids: list[int] = list(conversation.prompt(messages, tools))
     mask = [0] * len(ids)
     for position, message in enumerate(reply):
@@ -62,8 +67,13 @@ def demonstrate(
     return ids, mask
 
 
-def check_maker(maker: str, rows: Iterable[GymRow]) -> None:
+def check_maker(maker: str, rows: Iterable[GymRow], *, tools: bool = True) -> None:
     """Refuse a maker that does not exist or cannot demonstrate one of the rows.
+
+    Args:
+        maker: a key of :data:`MAKERS`.
+        rows: the problems.
+        tools: whether rows may offer tools: how an agent of a Gym shows them is not known here.
 
     Raises:
         ConfigError: as said, with the remedy.
@@ -74,6 +84,9 @@ def check_maker(maker: str, rows: Iterable[GymRow]) -> None:
         raise ConfigError(f"warm_start.demonstrations={maker!r} does not exist; {hint}")
     for row in rows:
         try:
+            if not tools and row.responses_create_params.get("tools"):
+                raise ValueError("it offers tools, which its agent shows in a way of its own")
+            _ = row.messages
             for way in MAKERS[maker]:
                 way(row)
         except (KeyError, TypeError, ValueError) as error:

@@ -63,7 +63,7 @@ def check_names(config: JobConfig) -> None:
                 f"generation.vllm.engine_arguments: {name!r} is no argument of this vLLM's engine; {hint}"
             )
     server = config.generation.server
-    if not server.enabled:
+    if not config.serves:
         return
     parsers = [("tool_parser", server.tool_parser, tool_parser_names)]
     if "reasoning_parser_plugin" not in arguments:
@@ -121,7 +121,7 @@ def _temperature(config: JobConfig) -> Iterator[str]:
 
 def _server(config: JobConfig) -> Iterator[str]:
     server = config.generation.server
-    if not server.enabled:
+    if not config.serves:
         return
     if server.token_variable is not None:
         token = os.environ.get(server.token_variable)

@@ -22,16 +22,11 @@ _REFIT_S = 60.0
 
 
 @contextlib.contextmanager
-def running_fleet(plan: EnginePlan, config: JobConfig) -> Generator[Fleet]:
-    """Start the replicas, and end them with the block.
-
-    Raises:
-        GenerationError: one did not start.
-    """
+def open_fleet(plan: EnginePlan, config: JobConfig) -> Generator[Fleet]:
+    """The fleet, not started; what it starts in the block ends with it."""
     fleet = build_fleet(plan, config)
     patience_s = _AFTER_A_FAILURE_S
     try:
-        fleet.start()
         yield fleet
         patience_s = config.cluster.shutdown_timeout_s
     finally:

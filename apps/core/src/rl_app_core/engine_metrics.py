@@ -55,8 +55,13 @@ def engine_summary(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def engine_line(summary: Summary) -> str:
     """The same for a person."""
-    refits = f", {summary.seconds_refit:.1f} s of refits" if summary.seconds_refit else ""
-    speed = f"{summary.generation_tokens_per_second:,.0f} tokens/s{refits}"
+    known: list[str] = []
+    if summary.generation_tokens_per_second:
+        # Where a Gym asks over HTTP, nobody here sees how long sampling took.
+        known.append(f"{summary.generation_tokens_per_second:,.0f} tokens/s")
+    if summary.seconds_refit:
+        known.append(f"{summary.seconds_refit:.1f} s of refits")
+    speed = ", ".join(known) or "nothing measured"
     if not summary.logprob_gap_max:
         # A method that compares with a teacher alone does not score with the policy before it learns.
         return speed

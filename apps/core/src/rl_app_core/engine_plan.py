@@ -127,7 +127,7 @@ def _vllm_plan(config: JobConfig, model_dir: str) -> EnginePlan:
     )
     gpus = wanted.tensor_parallel_size if device == "cuda" else 0
     plan = EnginePlan(_VLLM[device], settings, gpus, 1.0 if gpus else 0.0)
-    if not config.generation.server.enabled:
+    if not config.serves:
         return plan
     return replace(plan, listen=_listen(config), server=_vllm_server(config))
 
@@ -156,7 +156,7 @@ def _trtllm_plan(config: JobConfig, model_dir: str) -> EnginePlan:
     )
     # Its own workers ask Ray for the GPUs.
     plan = EnginePlan(_TRTLLM, settings, 0.0, 1.0)
-    if not config.generation.server.enabled:
+    if not config.serves:
         return plan
     return replace(plan, listen=_listen(config), server=_contract(config))
 

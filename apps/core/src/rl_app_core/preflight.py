@@ -19,6 +19,7 @@ from .config import ConfigError, JobConfig
 from .conversation import load_conversation
 from .demonstrations import check_maker
 from .engine_plan import check_engine
+from .gym_plan import GymPlan, plan_gym
 from .policy_plan import check_adapters, check_layout
 from .problems import Problems, load_problems
 from .prompt_room import check_prompts
@@ -30,11 +31,19 @@ APART = "rl_policy_megatron.group.rank.PolicyRank"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a checked configuration resolves to on this machine."""
+    """What a checked configuration resolves to on this machine.
+
+    Attributes:
+        config: as it was checked.
+        problems: its rows.
+        environments: in-process ones, by the name that rows give; none where a Gym plays them.
+        gym: the one that plays them, if any.
+    """
 
     config: JobConfig
     problems: Problems
     environments: dict[str, LocalEnvironment]
+    gym: GymPlan | None = None
 
 
 def prepare(config: JobConfig) -> Prepared:
@@ -56,12 +65,10 @@ def prepare(config: JobConfig) -> Prepared:
     context = _check_context(config)
     check_layout(config)
     check_adapters(config)
-    _environment("environment.name", config.environment.name)
-    problems = load_problems(config.data, config.environment.name)
-    environments = _environments(problems)
+    problems, environments, gym = _played(config)
     check_prompts(config, problems, context)
     if config.warm_start.steps:
-        check_maker(config.warm_start.demonstrations, problems.train)
+        check_maker(config.warm_start.demonstrations, problems.train, tools=gym is None)
     if len(problems.train) < config.algorithm.prompts_per_step:
         raise ConfigError(
             f"algorithm.prompts_per_step={config.algorithm.prompts_per_step} exceeds the "
@@ -72,7 +79,18 @@ def prepare(config: JobConfig) -> Prepared:
             f"algorithm.updates_per_step={config.algorithm.updates_per_step} exceeds "
             f"algorithm.prompts_per_step={config.algorithm.prompts_per_step}; lower it"
         )
-    return Prepared(config, problems, environments)
+    return Prepared(config, problems, environments, gym)
+
+
+def _played(config: JobConfig) -> tuple[Problems, dict[str, LocalEnvironment], GymPlan | None]:
+    """The rows, and what plays them."""
+    wanted = config.environment
+    if wanted.gym is not None:
+        problems = load_problems(config.data, wanted.gym.agent)
+        return problems, {}, plan_gym(config, problems)
+    _environment("environment.name", wanted.name)
+    problems = load_problems(config.data, wanted.name)
+    return problems, _environments(problems), None
 
 
 def _environments(problems: Problems) -> dict[str, LocalEnvironment]:

@@ -33,7 +33,7 @@ class Problems:
         return digest.hexdigest()
 
 
-def load_problems(data: Data, environment: str) -> Problems:
+def load_problems(data: Data, environment: str | None) -> Problems:
     """Rows of the generator or the files, split by a hash of what the policy is shown.
 
     The split depends on nothing but the content: not on the run's seed, the batch or the number of
@@ -41,7 +41,7 @@ def load_problems(data: Data, environment: str) -> Problems:
 
     Args:
         data: the configuration's section.
-        environment: name of the environment that rows which name none are played in.
+        environment: name of the environment that rows which name none are played in; ``None`` refuses them.
 
     Raises:
         ConfigError: a file, the generator or one of its options cannot be used, or a side is empty.
@@ -71,17 +71,23 @@ def load_problems(data: Data, environment: str) -> Problems:
     )
 
 
-def _source(train: TrainData, environment: str) -> list[GymRow]:
+def _source(train: TrainData, environment: str | None) -> list[GymRow]:
     if train.path is not None:
         return _read(train.path, "data.train.path", environment)
+    if environment is None:
+        raise ConfigError(
+            "data.train.dataset_name: generated problems name no agent; set environment.gym.agent, or give "
+            "rows that do with data.train.path"
+        )
     return list(_generate(train, environment))
 
 
-def _read(path: Path, key: str, environment: str) -> list[GymRow]:
+def _read(path: Path, key: str, environment: str | None) -> list[GymRow]:
     try:
         return load_rows(path, default_agent=environment)
     except DatasetError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        hint = " (environment.gym.agent does)" if environment is None and error.field == "agent_ref" else ""
+        raise ConfigError(f"{key}: {error}{hint}") from error
 
 
 def _generate(train: TrainData, environment: str) -> Iterator[GymRow]:
@@ -103,26 +109,29 @@ def _generate(train: TrainData, environment: str) -> Iterator[GymRow]:
         raise ConfigError(f"data.train.options: {name} refuses them: {error}") from error
     for index in range(train.size):
         item = items[index]
-        prompt = _prompt(train.prompt, item)
+        prompt = _filled(train.prompt, item, "prompt", {})
+        known = {"answer": item["answer"]}
+        more = {field: _filled(text, item, f"fields.{field}", known) for field, text in train.fields.items()}
         yield GymRow.from_mapping(
             {
                 "responses_create_params": {"input": [{"role": "user", "content": prompt}]},
                 "agent_ref": {"type": "responses_api_agents", "name": environment},
                 "answer": item["answer"],
                 "metadata": item["metadata"],
+                **more,
                 "row_id": hashlib.sha256(prompt.encode()).hexdigest()[:16],
             }
         )
 
 
-def _prompt(template: str, item: Mapping[str, Any]) -> str:
+def _filled(template: str, item: Mapping[str, Any], key: str, known: Mapping[str, Any]) -> str:
     fields = {key: value for key, value in item["metadata"].items() if isinstance(value, str | int | float)}
-    fields["question"] = item["question"]
+    fields |= {"question": item["question"], **known}
     try:
         return template.format_map(fields)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(
-            f"data.train.prompt={template!r}: {error}; the fields are {', '.join(sorted(fields))}"
+            f"data.train.{key}={template!r}: {error}; the fields are {', '.join(sorted(fields))}"
         ) from error
 
 
@@ -135,11 +144,13 @@ def _distinct(rows: Sequence[GymRow]) -> dict[str, GymRow]:
 
 def _content(row: GymRow) -> str:
     """A hash of everything that the policy is shown, as hexadecimal digits."""
+    params = row.responses_create_params
     try:
-        messages = row.messages
-    except DatasetError as error:
-        raise ConfigError(f"data: {error}") from error
-    shown = json.dumps([messages, row.responses_create_params.get("tools")], sort_keys=True)
+        content: Any = row.messages
+    except DatasetError:
+        # Not text alone. Whether that can be played is its environment's to say.
+        content = [params.get("instructions"), params["input"]]
+    shown = json.dumps([content, params.get("tools")], sort_keys=True)
     return hashlib.sha256(shown.encode()).hexdigest()
 
 

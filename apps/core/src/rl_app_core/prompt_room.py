@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rl_gym_bridge.dataset import GymRow
+from rl_gym_bridge.dataset import DatasetError, GymRow
 
 from .config import ConfigError, JobConfig
 from .conversation import ConversationTokenizer, load_conversation
@@ -19,7 +19,8 @@ _TEMPLATE_BYTES = 512
 def check_prompts(config: JobConfig, problems: Problems, context: int) -> None:
     """Refuse problems whose prompt and ``generation.max_new_tokens`` exceed the context.
 
-    Later turns of a conversation are not looked at: nobody knows them before they are played.
+    Later turns of a conversation are not looked at: nobody knows them before they are played. Nor are prompts
+    that only an agent of a Gym can put together, with tools or with more than text.
 
     Args:
         config: of the run.
@@ -31,7 +32,10 @@ def check_prompts(config: JobConfig, problems: Problems, context: int) -> None:
     """
     key, longest = _context(config, context)
     room = longest - config.generation.max_new_tokens
-    rows = sorted((*problems.train, *problems.held_out), key=_size, reverse=True)[:_LONGEST_ROWS]
+    known = (*problems.train, *problems.held_out)
+    if config.environment.gym is not None:
+        known = tuple(row for row in known if _is_plain(row))
+    rows = sorted(known, key=_size, reverse=True)[:_LONGEST_ROWS]
     # No tokenizer makes more tokens of a text than it has bytes, and making one costs seconds.
     if not rows or _size(rows[0]) + _TEMPLATE_BYTES <= room:
         return
@@ -55,6 +59,13 @@ def _context(config: JobConfig, context: int) -> tuple[str, int]:
     if own is not None:
         return f"generation.{generation.engine}.max_model_len", own
     return "model.tiny.context" if config.model.tiny is not None else "the model's context", context
+
+
+def _is_plain(row: GymRow) -> bool:
+    try:
+        return bool(row.messages) and not row.responses_create_params.get("tools")
+    except DatasetError:
+        return False
 
 
 def _size(row: GymRow) -> int:

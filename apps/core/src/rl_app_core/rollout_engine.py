@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
-from rl_generation.failures import GenerationError
+from rl_generation.failures import GenerationError, NoReplicaError
 from rl_generation.fleet.fleet import Fleet
 from rl_generation.fleet.states import ReplicaState
 from rl_generation.protocol import Completion, GenerationRequest
@@ -30,16 +30,25 @@ class VersionedSource(WeightSource, Protocol):
         ...
 
 
+class VersionedEngine(TokenEngine, Protocol):
+    """An engine on the policy's own weights."""
+
+    def weight_version(self) -> int:
+        """How many updates have made them."""
+        ...
+
+
 class RolloutEngine(TokenEngine, Protocol):
     """What a run samples with. :meth:`generate` is :meth:`refresh` and then :meth:`sample`."""
 
     def refresh(self) -> None:
-        """Give it the policy's newest weights, and replicas that are back the present ones.
+        """Bring it the policy's newest weights, and replicas that are back the present ones.
 
-        The policy must not be training meanwhile.
+        :meth:`generate` does it itself. Over HTTP nobody sees a request come, so it is done before. The
+        policy must not be training meanwhile.
 
         Raises:
-            GenerationError: no replica could take the new weights.
+            GenerationError: no replica could take the new weights, or none is left.
         """
         ...
 
@@ -49,6 +58,11 @@ class RolloutEngine(TokenEngine, Protocol):
         Raises:
             GenerationError: no replica could serve, or a request is at fault.
         """
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that it samples from now."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
@@ -65,16 +79,21 @@ class RolloutEngine(TokenEngine, Protocol):
 class ColocatedEngine:
     """An engine that shares the policy's weights, so nothing is handed over."""
 
-    def __init__(self, engine: TokenEngine) -> None:
+    def __init__(self, engine: VersionedEngine) -> None:
         self._engine = engine
         self._meter = _Meter()
+
+    @property
+    def weight_version(self) -> int:
+        """See :class:`RolloutEngine`."""
+        return self._engine.weight_version()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`."""
         return self.sample(requests)
 
     def refresh(self) -> None:
-        """See :class:`RolloutEngine`."""
+        """See :class:`RolloutEngine`; there is nothing to do."""
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`RolloutEngine`."""
@@ -102,22 +121,19 @@ class FleetEngine:
         self._meter = _Meter()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
+    @property
+    def weight_version(self) -> int:
+        """See :class:`RolloutEngine`."""
+        return self._fleet.weight_version
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`.
 
         Raises:
             GenerationError: no replica could take the new weights or serve, or a request is at fault.
         """
-        self.refresh()
+        self._renew()
         return self._meter.sampling(self._sample_and_revive, requests)
-
-    def refresh(self) -> None:
-        """See :class:`RolloutEngine`."""
-        version = self._policy.weight_version()
-        if version != self._fleet.weight_version:
-            self._refit(lambda: self._fleet.update_from(self._policy, version))
-        else:
-            self._revive()
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`RolloutEngine`."""
@@ -133,9 +149,24 @@ class FleetEngine:
             "requests_sent_again": counts["sent_again"],
         }
 
+    def refresh(self) -> None:
+        """See :class:`RolloutEngine`; replicas that are back with older weights get them too."""
+        self._renew()
+        states = self._fleet.states
+        if all(state is ReplicaState.RETIRED for state in states.values()):
+            # The fleet says so to whoever samples. Who asks over HTTP would only wait.
+            raise NoReplicaError(f"fleet: none of its {len(states)} replicas is left; resume the run")
+
     def close(self) -> None:
         """Let go of its thread; the fleet is its owner's."""
         self._waiter.shutdown(wait=False)
+
+    def _renew(self) -> None:
+        version = self._policy.weight_version()
+        if version != self._fleet.weight_version:
+            self._refit(lambda: self._fleet.update_from(self._policy, version))
+        else:
+            self._revive()
 
     def _sample_and_revive(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = self._waiter.submit(self._fleet.generate, requests)

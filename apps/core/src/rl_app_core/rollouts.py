@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from rl_algorithms.evaluation import mean_pass_at_k
 from rl_gym_bridge.dataset import GymRow
@@ -12,6 +13,23 @@ from rl_gym_bridge.trajectory import RolloutFailure, Trajectory
 
 from .chat_model import EngineChatModel
 from .config.sections import Evaluation
+
+
+class Rollouts(Protocol):
+    """A :class:`rl_algorithms.protocols.RolloutSource` whose groups can be named."""
+
+    def rollouts(
+        self,
+        rows: Sequence[GymRow],
+        *,
+        group_size: int,
+        step: int,
+        greedy: bool = False,
+        first: int = 0,
+        group_prefix: str | None = None,
+    ) -> list[Trajectory | RolloutFailure]:
+        """As the loop's source; ``group_prefix`` names the groups of those that are not trained on."""
+        ...
 
 
 class LocalRollouts:
@@ -60,7 +78,7 @@ class HeldOutError(RuntimeError):
 
 
 def measure(
-    rollouts: LocalRollouts, rows: Sequence[GymRow], *, step: int, evaluation: Evaluation
+    rollouts: Rollouts, rows: Sequence[GymRow], *, step: int, evaluation: Evaluation
 ) -> dict[str, float]:
     """Greedy decoding of every row, one rollout each, and sampled answers for pass@k if they are asked for.
 
@@ -84,7 +102,7 @@ def measure(
 
 
 def _pass_at(
-    rollouts: LocalRollouts, rows: Sequence[GymRow], step: int, evaluation: Evaluation
+    rollouts: Rollouts, rows: Sequence[GymRow], step: int, evaluation: Evaluation
 ) -> dict[str, float]:
     samples = evaluation.samples
     if not samples:
@@ -101,7 +119,9 @@ def _scored(outcomes: Sequence[Trajectory | RolloutFailure]) -> list[tuple[Traje
     scored: list[tuple[Trajectory, float]] = []
     for outcome in outcomes:
         if isinstance(outcome, RolloutFailure):
-            raise HeldOutError(f"held-out rollout {outcome.rollout_id} failed: {outcome.error}")
+            raise HeldOutError(
+                f"held-out rollout {outcome.rollout_id} failed ({outcome.kind.value}): {outcome.error}"
+            )
         if outcome.reward is None:
             raise HeldOutError(f"held-out rollout {outcome.rollout_id} has no reward")
         scored.append((outcome, outcome.reward))

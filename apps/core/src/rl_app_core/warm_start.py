@@ -25,7 +25,7 @@ def warm_start_batch(prepared: Prepared, runtime: Runtime, step: int) -> TrainBa
     rows = rng.choices(prepared.problems.train, k=warm.batch_size)
     examples = [
         demonstrate(
-            warm.demonstrations, row, prepared.environments[row.agent], share, rng, runtime.conversation
+            warm.demonstrations, row, prepared.environments.get(row.agent), share, rng, runtime.conversation
         )
         for row in rows
     ]

@@ -20,11 +20,10 @@ from rl_app_core.chat_model import EngineChatModel
 from rl_app_core.config import SingleControllerConfig
 from rl_app_core.job import Loop
 from rl_gym_bridge.local_runner import LocalRunner
-from rl_gym_bridge.request_body import GenerationOverrides
 from rl_gym_bridge.requests import RolloutRunner
 
 from .ledger import ledger
-from .requests import RowRequests
+from .requests import RowRequests, row_requests
 from .rollout_pump import RolloutPump
 from .sharing import shared_engine
 from .shell import GraceOver, Shell
@@ -57,6 +56,8 @@ class Asynchronous:
             Exception: as :func:`~rl_algorithms.loops.sync.run_sync`.
         """
         config, runtime = self.config, loop.runtime
+        if loop.prepared.gym is not None:
+            return self.run(loop, runtime.runner)
         with shared_engine(runtime.engine, timeout_s=config.cluster.call_timeout_s) as engine:
             runner = LocalRunner(
                 loop.prepared.environments,
@@ -86,17 +87,7 @@ class Asynchronous:
             groups.keep_only(snapshot.version)
         else:
             groups.keep_only(-1)
-        generation = config.generation
-        requests = RowRequests(
-            problems.train,
-            config.seed,
-            GenerationOverrides(
-                temperature=generation.temperature,
-                top_p=generation.top_p,
-                max_new_tokens=generation.max_new_tokens,
-                seeded=True,
-            ),
-        )
+        requests = row_requests(loop.prepared)
         controller = Controller(settings, snapshot, groups.read(snapshot.version))
         if loop.resume_from is not None:
             loop.say(

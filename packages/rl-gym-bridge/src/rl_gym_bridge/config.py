@@ -137,6 +137,8 @@ class NemoGymConfig:
         rollout_timeout_s: how long one attempt of a rollout may take.
         shutdown_timeout_s: how long Gym may take to end before it is killed.
         work_dir: folder of logs and of Gym's own output; ``None`` makes one.
+        search_folder: where Gym looks for configuration files and servers before its own; ``None`` is the
+            working folder of the process that starts it, which in an actor need not be the trainer's.
 
     Raises:
         GymConfigError: a value out of its range, or two that contradict each other; names them.
@@ -163,6 +165,7 @@ class NemoGymConfig:
     rollout_timeout_s: float = 3600.0
     shutdown_timeout_s: float = 30.0
     work_dir: str | None = None
+    search_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.base_urls, DeferredBaseUrls):
@@ -179,7 +182,7 @@ class NemoGymConfig:
         _check(self.max_concurrency >= 1, "max_concurrency", self.max_concurrency, "at least 1")
         for name in ("start_timeout_s", "rollout_timeout_s", "shutdown_timeout_s"):
             _check(_positive(getattr(self, name)), name, getattr(self, name), _SECONDS)
-        for name in ("python", "work_dir"):
+        for name in ("python", "work_dir", "search_folder"):
             value = getattr(self, name)
             _check(value is None or bool(value.strip()), name, value, "a path, or null to find one")
         for pattern in self.invalid_tool_call_patterns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ def spinup_nemo_gym_actor(
     token_capture: Mapping[str, Any] | None = None,
     head_url: str | None = None,
     env_vars: Mapping[str, str] | None = None,
+    created: Callable[[NemoGymHandle], object] | None = None,
 ) -> NemoGymHandle:
     """Start Gym in a Ray actor, in the environment of its class, and then give it the tokenizer.
 
@@ -55,6 +56,8 @@ def spinup_nemo_gym_actor(
         token_capture: settings of token capture, likewise.
         head_url: head server of a Gym that somebody else runs, instead of starting one.
         env_vars: further variables of the actor's process.
+        created: told the handle before Gym starts in it, so that another thread can shut it down meanwhile;
+            what it raises ends the actor as any failure does.
 
     Raises:
         GymConfigError: settings that cannot be used; nothing was started.
@@ -77,6 +80,8 @@ def spinup_nemo_gym_actor(
         actor, stall_timeout_s=_stall_timeout_s(config), shutdown_timeout_s=config.shutdown_timeout_s
     )
     try:
+        if created is not None:
+            created(handle)
         facts = handle.call("start", timeout_s=config.start_timeout_s + ACTOR_START_ALLOWANCE_S)
         if tokenizer is not None:
             handle.set_tokenizer(tokenizer)

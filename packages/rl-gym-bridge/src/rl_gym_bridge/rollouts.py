@@ -54,6 +54,7 @@ async def stream_nemo_gym_rollouts(
     group_prefix: str = "train",
     effort_levels: Sequence[EffortLevel] = (),
     allowed_media_hosts: Collection[str] = (),
+    first: int = 0,
     timeout_s: float = 7200.0,
     stall_timeout_s: float | None = None,
 ) -> AsyncGenerator[RolloutGroup, None]:
@@ -73,6 +74,7 @@ async def stream_nemo_gym_rollouts(
         group_prefix: first part of the ids; give training and evaluation different ones.
         effort_levels: by which rows ask for more or less thinking; give the runner's configuration the same.
         allowed_media_hosts: hosts that media of the rows may come from.
+        first: how many rows of this step were played before these; their ids and seeds are not used again.
         timeout_s: for all of it.
         stall_timeout_s: longest wait for a next result, ``None`` for no bound but ``timeout_s``.
 
@@ -91,6 +93,7 @@ async def stream_nemo_gym_rollouts(
         group_prefix=group_prefix,
         effort_levels=effort_levels,
         allowed_media_hosts=allowed_media_hosts,
+        first=first,
     )
     collector = GroupCollector(rows, groups)
     requests = [request for group in groups for request in group]
@@ -145,6 +148,7 @@ def run_nemo_gym_rollout_sync(
     group_prefix: str = "train",
     effort_levels: Sequence[EffortLevel] = (),
     allowed_media_hosts: Collection[str] = (),
+    first: int = 0,
     timeout_s: float = 7200.0,
     stall_timeout_s: float | None = None,
 ) -> RolloutBatch:
@@ -173,6 +177,7 @@ def run_nemo_gym_rollout_sync(
                 group_prefix=group_prefix,
                 effort_levels=effort_levels,
                 allowed_media_hosts=allowed_media_hosts,
+                first=first,
                 timeout_s=timeout_s,
                 stall_timeout_s=stall_timeout_s,
             )

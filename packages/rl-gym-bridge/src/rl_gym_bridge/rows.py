@@ -156,10 +156,12 @@ def collate_rollout_requests(
     group_prefix: str = "train",
     effort_levels: Sequence[EffortLevel] = (),
     allowed_media_hosts: Collection[str] = (),
+    first: int = 0,
 ) -> list[list[RolloutRequest]]:
     """One list of requests per row, in the order of the rows; see :func:`nemo_gym_data_processor`.
 
-    Nothing is sent before every row has been checked.
+    Nothing is sent before every row has been checked. ``first`` is how many rows of this step were played
+    before these; their ids and seeds are not used again.
     """
     groups: list[list[RolloutRequest]] = []
     occurrences: Counter[str] = Counter()
@@ -171,8 +173,8 @@ def collate_rollout_requests(
                 group_size=group_size,
                 step=step,
                 seed=seed,
-                position=position,
-                occurrence=occurrences[row.row_id],
+                position=first + position,
+                occurrence=first + occurrences[row.row_id],
                 group_prefix=group_prefix,
                 effort_levels=effort_levels,
                 allowed_media_hosts=allowed_media_hosts,

@@ -58,7 +58,9 @@ class GymSession:
     def __init__(self, config: NemoGymConfig, *, head_url: str | None = None) -> None:
         self._config = config
         self._gym: GymProcess | AttachedGym = (
-            GymProcess(config) if head_url is None else AttachedGym(head_url)
+            GymProcess(config, search_folder=config.search_folder)
+            if head_url is None
+            else AttachedGym(head_url)
         )
         self._outcomes = OutcomeMaker(config)
         self._watch = HealthWatch(self._gym)

@@ -16,7 +16,7 @@ class EngineServer(Section):
     """An OpenAI-compatible server beside each replica of ``vllm`` or ``trtllm``, for others to use."""
 
     enabled: bool = False
-    """Serve. The addresses are printed when the run has started."""
+    """Serve. The addresses are printed when the run has started. With ``environment.gym`` it always does."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token."""
     advertised_host: str | None = None

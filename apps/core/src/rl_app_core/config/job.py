@@ -44,6 +44,20 @@ class JobConfig(Section):
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
 
+    @property
+    def serves(self) -> bool:
+        """Whether the engine's replicas serve HTTP: if they are told to, and always for a Gym."""
+        return self.generation.server.enabled or self.environment.gym is not None
+
+    @model_validator(mode="after")
+    def _gym_has_somebody_to_ask(self) -> JobConfig:
+        if self.environment.gym is not None and self.generation.engine == "megatron":
+            raise ValueError(
+                "environment.gym: its agents ask an engine over HTTP, and generation.engine=megatron serves "
+                "none; use generation.engine=vllm, or leave environment.gym out for in-process environments"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_process_with_the_engine_in_it(self) -> JobConfig:
         world = self.policy.parallel.world

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, model_validator
 
+from .gym import Gym
 from .section import Beta, Count, File, Finite, NonNegative, Positive, Section, Share
 
 
@@ -61,6 +62,9 @@ class Model(Section):
         return self
 
 
+_ROW_FIELDS = frozenset({"responses_create_params", "agent_ref", "answer", "metadata", "row_id"})
+
+
 class TrainData(Section):
     """The problems: a reasoning-gym generator by name, or a JSONL file in Gym format."""
 
@@ -75,8 +79,20 @@ class TrainData(Section):
     prompt: str = "{question}"
     """The user message of a generated problem; ``{question}`` and every scalar of the problem's metadata
     can be used."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """Further fields of each generated row, for a verifier that reads others than ``answer``: templates as
+    ``prompt``, which may use ``{answer}`` too."""
     path: File | None = None
     """A JSONL file in Gym format instead of a generator."""
+
+    @model_validator(mode="after")
+    def _fields_are_free(self) -> TrainData:
+        if self.fields and self.path is not None:
+            raise ValueError("fields are of generated problems; write them into the rows of data.train.path")
+        taken = sorted(self.fields.keys() & _ROW_FIELDS)
+        if taken:
+            raise ValueError(f"fields: {', '.join(taken)} of a generated row is made already; name others")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> TrainData:
@@ -106,11 +122,22 @@ class Data(Section):
 
 
 class Environment(Section):
-    """The in-process environment that rows are played in."""
+    """What rows are played in: an in-process environment, or a NeMo Gym."""
 
     name: str = "exact_answer"
     """``exact_answer``, ``final_number`` (the last whole number of the answer counts) or ``calculator``
-    (with a tool to call). Rows of a file may name another in ``agent_ref``."""
+    (with a tool to call). Rows of a file may name another in ``agent_ref``. Of no use with ``gym``."""
+    gym: Gym | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Environment:
+        default = type(self).model_fields["name"].default
+        if self.gym is not None and self.name != default:
+            raise ValueError(
+                f"name={self.name} is of an in-process environment, and gym has agents; name the agent with "
+                "environment.gym.agent, or leave one of the two out"
+            )
+        return self
 
 
 class DemonstrationPhase(Section):
