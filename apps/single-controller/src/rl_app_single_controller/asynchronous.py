@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rl_algorithms.controller import Begin, Controller, ControllerSettings, Snapshot
@@ -22,6 +22,7 @@ from rl_app_core.job import Loop
 from rl_gym_bridge.local_runner import LocalRunner
 from rl_gym_bridge.requests import RolloutRunner
 
+from .gym import lasting_gym
 from .ledger import ledger
 from .requests import RowRequests, row_requests
 from .rollout_pump import RolloutPump
@@ -57,7 +58,8 @@ class Asynchronous:
         """
         config, runtime = self.config, loop.runtime
         if loop.prepared.gym is not None:
-            return self.run(loop, runtime.runner)
+            with lasting_gym(loop, config, loop.prepared.gym) as (gym, evaluate):
+                return self.run(replace(loop, evaluate=evaluate), gym)
         with shared_engine(runtime.engine, timeout_s=config.cluster.call_timeout_s) as engine:
             runner = LocalRunner(
                 loop.prepared.environments,

@@ -11,6 +11,8 @@ from rl_gym_bridge.failures import GymConfigError, GymError, kind_of
 from rl_gym_bridge.requests import RolloutRequest, RolloutResult, RolloutRunner
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, Trajectory
 
+from .lasting_gym import GymLost
+
 Requests = Callable[[int, Sequence[Try]], list[RolloutRequest]]
 Post = Callable[[RolloutEnded | Exception], None]
 
@@ -75,7 +77,7 @@ class RolloutPump:
                 found = waiting.pop(result.request.rollout_id, None)
                 if found is not None:
                     self._ended(position, found[1], result)
-        except GymConfigError as error:
+        except (GymConfigError, GymLost) as error:
             self._post(error)
             return
         except GymError as error:

@@ -44,6 +44,8 @@ class Async(Section):
     """Seconds before the first of them; doubles with each."""
     retry_delay_max_s: NonNegative = 30.0
     """No delay is longer."""
+    gym_restarts: Count = 5
+    """How often in a row a Gym that dies is started again."""
     rollout_timeout_s: Positive = 1800.0
     """Seconds that one try of a rollout may take; then the infrastructure has failed it."""
     stall_timeout_s: Positive = 3600.0
