@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rl_algorithms.controller import Cancel, RolloutEnded, Start, Try
 from rl_algorithms.staleness import PublishedVersions
@@ -70,26 +70,39 @@ class RolloutPump:
     async def _play(self, position: int, tries: Sequence[Try]) -> None:
         requests = self._requests(position, tries)
         waiting = {request.rollout_id: (request, one) for request, one in zip(requests, tries, strict=True)}
-        why = f"the runner of rollouts ended after {{}} of {len(requests)} results"
-        kind = FailureKind.INFRA
+        why, kind = "", FailureKind.INFRA
         try:
-            async for result in self._runner.run_rollouts(requests):
-                found = waiting.pop(result.request.rollout_id, None)
-                if found is not None:
-                    self._ended(position, found[1], result)
+            stream = self._runner.run_rollouts(requests)
+            try:
+                async for result in stream:
+                    found = waiting.pop(result.request.rollout_id, None)
+                    if found is not None:
+                        self._ended(position, found[1], result)
+            finally:
+                # After an error of ours it has not ended by itself, and what it started would go on.
+                if isinstance(stream, AsyncGenerator):
+                    await stream.aclose()
         except (GymConfigError, GymLost) as error:
             self._post(error)
             return
         except GymError as error:
             kind, why = kind_of(error), f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # Not by us: what the runner is made of was cancelled, and no result will come.
+                gone = RuntimeError("the runner of rollouts was cancelled from within")
+                gone.__cause__ = error
+                self._post(gone)
+                return
+            raise
         except Exception as error:
             self._post(error)
             return
         done = len(requests) - len(waiting)
+        why = why or f"the runner of rollouts ended after {done} of {len(requests)} results"
         for request, one in list(waiting.values()):
-            failure = RolloutFailure(
-                request.group_id, request.rollout_id, request.agent, kind, why.format(done)
-            )
+            failure = RolloutFailure(request.group_id, request.rollout_id, request.agent, kind, why)
             self._ended(position, one, RolloutResult(request, failure))
 
     def _ended(self, position: int, one: Try, result: RolloutResult) -> None:

@@ -72,7 +72,12 @@ class GroupStore:
             CheckpointError: they cannot be written.
         """
         folder = self._directory / f"after_{anchor}"
-        body = json.dumps(groups_to_json(groups), allow_nan=False)
+        try:
+            body = json.dumps(groups_to_json(groups), allow_nan=False)
+        except ValueError as error:
+            raise CheckpointError(
+                f"finished groups after step {anchor} hold what cannot be written as JSON: {error}"
+            ) from error
         text = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
         try:
             folder.mkdir(parents=True, exist_ok=True)
