@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = [
     *sorted(ROOT.glob("packages/rl-generation/tests/vllm/**/test_*.py")),
     *sorted(ROOT.glob("tests/e2e/test_vllm_*.py")),
+    *sorted(ROOT.glob("tests/faults/controller/test_vllm_*.py")),
 ]
 #: files that every run of the suite takes
 ALWAYS = {"test_engine.py", "test_refit.py", "test_vllm_on_policy.py"}
