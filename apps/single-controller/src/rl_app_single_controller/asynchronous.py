@@ -68,10 +68,10 @@ class Asynchronous:
                 temperature=config.generation.temperature,
                 top_p=config.generation.top_p,
             )
-            return self.run(loop, runner)
+            return self.run(loop, runner, engine.check)
 
-    def run(self, loop: Loop, runner: RolloutRunner) -> LoopResult:
-        """The same, with rollouts by ``runner``."""
+    def run(self, loop: Loop, runner: RolloutRunner, check: Callable[[], None] = lambda: None) -> LoopResult:
+        """The same, with rollouts by ``runner``; ``check`` raises if they can never succeed any more."""
         config, problems = self.config, loop.prepared.problems
         settings = self.controller_settings(config, rows=len(problems.train))
         identity: dict[str, int | str] = {
@@ -116,7 +116,9 @@ class Asynchronous:
             measured=not due or any(entry.step == snapshot.version for entry in state.held_out),
             saved=loop.resume_from is not None,
         )
-        stopped = asyncio.run(_run(loop, controller, trainer, runner, requests, groups, begin, self.config))
+        stopped = asyncio.run(
+            _run(loop, controller, trainer, runner, check, requests, groups, begin, self.config)
+        )
         trainer.flush()
         return state.result(stopped=stopped, reached=is_reached(state, loop.settings))
 
@@ -126,12 +128,18 @@ async def _run(
     controller: Controller,
     trainer: AsyncTrainer,
     runner: RolloutRunner,
+    check: Callable[[], None],
     requests: RowRequests,
     groups: GroupStore,
     begin: Begin,
     config: SingleControllerConfig,
 ) -> bool:
-    policy = loop.runtime.policy
+    policy, engine = loop.runtime.policy, loop.runtime.engine
+
+    def refresh() -> None:
+        check()
+        engine.refresh()
+
     threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="rollouts")
     asyncio.get_running_loop().set_default_executor(threads)
     shell = Shell(
@@ -144,7 +152,7 @@ async def _run(
     pump = TrainPump(
         trainer=trainer,
         policy=policy,
-        refresh=loop.runtime.engine.refresh,
+        refresh=refresh,
         versions=versions,
         groups=groups,
         post=post,

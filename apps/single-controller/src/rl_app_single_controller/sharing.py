@@ -6,32 +6,62 @@ import contextlib
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from rl_app_core.chat_model import TokenEngine
 from rl_app_core.rollout_engine import ColocatedEngine, RolloutEngine
 from rl_generation.batching import RequestBatcher
 from rl_generation.protocol import Completion, GenerationRequest
+from rl_policy_megatron.errors import RankError
 
 
-class _Sampling(Protocol):
-    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]: ...
-
-
-class _Direct:
-    """An engine that takes requests while it works on others."""
-
-    def __init__(self, engine: _Sampling) -> None:
-        self._engine = engine
+class SharedEngine(Protocol):
+    """What rollouts sample from, as they come."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See :class:`rl_generation.protocol.Generation`."""
-        return self._engine.sample(requests)
+        ...
+
+    def check(self) -> None:
+        """Raise what says that it will never answer again, if that has happened."""
+        ...
+
+
+class _Direct:
+    """An engine that takes requests while it works on others. If it is the policy, it may be lost for good."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._lost: RankError | None = None
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`SharedEngine`."""
+        try:
+            return self._engine.sample(requests)
+        except RankError as error:
+            # The first one has the cause; the others say only that there was one.
+            self._lost = self._lost or error
+            raise
+
+    def check(self) -> None:
+        """See :class:`SharedEngine`."""
+        if self._lost is not None:
+            raise self._lost
+
+
+class _Batched:
+    """What arrives while a batch is sampled forms the next one."""
+
+    def __init__(self, direct: _Direct, timeout_s: float) -> None:
+        self._batcher = RequestBatcher(direct, timeout_s=timeout_s)
+        self.check = direct.check
+        self.close = self._batcher.close
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See :class:`SharedEngine`."""
+        return self._batcher.generate(requests)
 
 
 @contextlib.contextmanager
-def shared_engine(engine: RolloutEngine, *, timeout_s: float) -> Generator[TokenEngine]:
+def shared_engine(engine: RolloutEngine, *, timeout_s: float) -> Generator[SharedEngine]:
     """``engine`` without its habit of fetching new weights before it samples: they come when published.
-
-    Where it does one batch at a time, what arrives meanwhile forms the next batch.
 
     Args:
         engine: of the run.
@@ -41,8 +71,8 @@ def shared_engine(engine: RolloutEngine, *, timeout_s: float) -> Generator[Token
     if not isinstance(engine, ColocatedEngine):
         yield direct
         return
-    batcher = RequestBatcher(direct, timeout_s=timeout_s)
+    batched = _Batched(direct, timeout_s)
     try:
-        yield batcher
+        yield batched
     finally:
-        batcher.close(timeout_s=1.0)
+        batched.close(timeout_s=1.0)

@@ -114,7 +114,10 @@ class TrainPump:
                 self._do(self._disk, lambda: self._groups.write(anchor, groups), lambda _: GroupsSaved())
 
     def revive(self) -> None:
-        """Give replicas that are back the present weights, if the policy has nothing else to do."""
+        """See whether the engine lives, and give replicas that are back the present weights.
+
+        Only where the policy has nothing else to do, which would find out by itself.
+        """
         if not self.busy:
             self._do(self._work, self._refresh, lambda _: None)
 
