@@ -117,7 +117,7 @@ class Asynchronous:
             saved=loop.resume_from is not None,
         )
         stopped = asyncio.run(
-            _run(loop, controller, trainer, runner, check, requests, groups, begin, self.config)
+            _run(loop, controller, trainer, runner, requests, groups, begin, self.config, check)
         )
         trainer.flush()
         return state.result(stopped=stopped, reached=is_reached(state, loop.settings))
@@ -128,11 +128,11 @@ async def _run(
     controller: Controller,
     trainer: AsyncTrainer,
     runner: RolloutRunner,
-    check: Callable[[], None],
     requests: RowRequests,
     groups: GroupStore,
     begin: Begin,
     config: SingleControllerConfig,
+    check: Callable[[], None] = lambda: None,
 ) -> bool:
     policy, engine = loop.runtime.policy, loop.runtime.engine
 

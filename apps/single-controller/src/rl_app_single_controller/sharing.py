@@ -25,7 +25,7 @@ class SharedEngine(Protocol):
 
 
 class _Direct:
-    """An engine that takes requests while it works on others. If it is the policy, it may be lost for good."""
+    """An engine that takes requests while it works on others. One that is the policy may be lost for good."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
