@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
+
+from rl_gym_bridge.supervision.processes import RUN_ID_VARIABLE
 
 # They run where vLLM is: see tests/vllm_environment.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm_*.py"]
@@ -80,6 +85,69 @@ def _run_command(module: str, words: Sequence[str | Path], directory: Path, expe
     )
     assert process.returncode == expect, f"{process.stdout}\n{process.stderr}"
     return Run(directory, process)
+
+
+@dataclass(frozen=True)
+class WatchedRun(Run):
+    """A run that has ended, with all processes that were seen to run for it."""
+
+    seen: frozenset[psutil.Process]
+
+    def assert_nothing_is_left(self) -> None:
+        _, alive = psutil.wait_procs(self.seen, timeout=30)
+        assert alive == []
+        assert gym_processes(self.directory) == []
+
+
+def gym_processes(directory: Path) -> list[psutil.Process]:
+    """Every process of a run's Gym, also those that have left their session: all inherit its name."""
+    names = {folder.name.removeprefix("gym-") for folder in directory.glob("logs/gym/gym-*")}
+    found = []
+    for process in psutil.process_iter() if names else ():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(RUN_ID_VARIABLE) in names and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+Meanwhile = Callable[[psutil.Process, list[psutil.Process]], None]
+
+
+@pytest.fixture(scope="session")
+def gym_job(gym_python: str) -> Callable[..., WatchedRun]:
+    """Run a ``grpo`` command on a real Gym to its end: ``gym_job(*words, directory=RUN_DIR)``.
+
+    ``meanwhile(driver, processes of its Gym)`` is called again and again as long as it runs.
+    """
+
+    def job(*words: str | Path, directory: Path, expect: int = 0, meanwhile: Meanwhile | None = None):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl_app_grpo", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RL_ACTOR_ENVS_SYSTEM": "1", "RL_GYM_PYTHON": gym_python},
+        )
+        seen: set[psutil.Process] = set()
+        deadline = time.monotonic() + DEADLINE_S / 2
+        try:
+            driver = psutil.Process(process.pid)
+            while process.poll() is None and time.monotonic() < deadline:
+                of_gym = gym_processes(directory)
+                seen.update(of_gym)
+                with contextlib.suppress(psutil.Error):
+                    seen.update(driver.children(recursive=True))
+                if meanwhile is not None:
+                    meanwhile(driver, of_gym)
+                time.sleep(0.2)
+        finally:
+            process.kill()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == expect, f"{out}\n{err}"
+        done = subprocess.CompletedProcess(list(words), process.returncode, out, err)
+        return WatchedRun(directory, done, frozenset(seen))
+
+    return job
 
 
 @pytest.fixture(scope="session")

@@ -253,7 +253,7 @@ def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch
 
 
 def test_the_recipes_are_those_that_the_documentation_names():
-    assert {"cpu", "cpu-tools", "cpu-vllm", "smollm"} <= set(RECIPES.names)
+    assert {"cpu", "cpu-tools", "cpu-vllm", "cpu-gym", "smollm"} <= set(RECIPES.names)
 
 
 def test_the_recipe_with_vllm_is_the_default_one_but_for_its_engine():
@@ -265,6 +265,15 @@ def test_the_recipe_with_vllm_is_the_default_one_but_for_its_engine():
     assert vllm["generation"].pop("vllm")["replicas"] == 2
     default["generation"].pop("vllm")
     assert vllm == default
+
+
+def test_the_recipe_with_a_gym_learns_what_the_default_one_does():
+    default, gym = (load_config(RECIPES.find(name), model=GRPOConfig) for name in ("cpu", "cpu-gym"))
+    assert (gym.model, gym.warm_start) == (default.model, default.warm_start)
+    assert gym.data.train.model_copy(update={"fields": {}}) == default.data.train
+    assert gym.environment.gym is not None
+    assert gym.serves
+    assert not default.serves
 
 
 def test_an_engine_that_is_not_here_is_told_with_the_command_that_has_it(grpo, monkeypatch, tmp_path):
