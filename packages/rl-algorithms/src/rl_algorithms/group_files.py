@@ -16,8 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rl_gym_bridge.routed_experts import RoutedExperts
-from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason, Trajectory, Turn
+from rl_gym_bridge.trajectory import (
+    FailureKind,
+    RolloutFailure,
+    RoutedExperts,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 from .checkpoint_files import CheckpointCorruptError, CheckpointError, fsync_directory
 from .replay import Group, Missing

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .routed_experts import RoutedExperts
+from .routed_experts import RoutedExperts as RoutedExperts
 
 # Engines round: a certain token may come back a little above 0.
 LARGEST_LOGPROB = 1e-4
