@@ -22,6 +22,8 @@ import pytest
 
 from rl_algorithms import checkpoint_files, checkpointing
 from rl_algorithms.checkpointing import CheckpointCorruptError, CheckpointError, CheckpointStore
+from rl_algorithms.group_files import GroupStore
+from rl_algorithms.replay import Group, Missing
 
 KILLS = 200
 MUTATIONS = 300
@@ -176,6 +178,36 @@ def test_a_disk_that_fails_is_a_typed_error_and_leaves_earlier_checkpoints(
     assert latest.step == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_1"], "nothing is left of the other"
     assert written(again, 2).is_dir(), "and the next save works"
+
+
+def test_what_is_published_was_flushed_first_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps what was flushed, not what was written."""
+    flushed: set[int] = set()
+    unflushed: list[str] = []
+    published: list[int] = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def watched_rename(source: str | Path, target: str | Path) -> None:
+        inside = [path for path in Path(source).rglob("*")] if Path(source).is_dir() else []
+        unflushed.extend(str(p) for p in (Path(source), *inside) if p.stat().st_ino not in flushed)
+        # A name is in its folder, which has to be flushed once more.
+        flushed.discard(Path(target).parent.stat().st_ino)
+        published.append(Path(target).parent.stat().st_ino)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    written(CheckpointStore(tmp_path / "checkpoints"), 1)
+    GroupStore(tmp_path / "groups").write(1, [Group(0, (Missing(0, "late"),), oldest=0, newest=0, order=0)])
+    assert len(published) == 2
+    assert unflushed == []
+    assert set(published) <= flushed, "the new name itself is not on disk"
 
 
 def test_a_folder_that_may_not_be_written_is_a_typed_error(tmp_path: Path) -> None:
