@@ -68,8 +68,7 @@ class RolloutPump:
     async def _play(self, position: int, tries: Sequence[Try]) -> None:
         requests = self._requests(position, tries)
         waiting = {request.rollout_id: (request, one) for request, one in zip(requests, tries, strict=True)}
-        why = f"the runner of rollouts ended after {{}} of {len(requests)} results"
-        kind = FailureKind.INFRA
+        why, kind = "", FailureKind.INFRA
         try:
             async for result in self._runner.run_rollouts(requests):
                 found = waiting.pop(result.request.rollout_id, None)
@@ -84,10 +83,9 @@ class RolloutPump:
             self._post(error)
             return
         done = len(requests) - len(waiting)
+        why = why or f"the runner of rollouts ended after {done} of {len(requests)} results"
         for request, one in list(waiting.values()):
-            failure = RolloutFailure(
-                request.group_id, request.rollout_id, request.agent, kind, why.format(done)
-            )
+            failure = RolloutFailure(request.group_id, request.rollout_id, request.agent, kind, why)
             self._ended(position, one, RolloutResult(request, failure))
 
     def _ended(self, position: int, one: Try, result: RolloutResult) -> None:
