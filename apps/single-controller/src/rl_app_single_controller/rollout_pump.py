@@ -79,6 +79,15 @@ class RolloutPump:
             return
         except GymError as error:
             kind, why = kind_of(error), f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # Not by us: what the runner is made of was cancelled, and no result will come.
+                gone = RuntimeError("the runner of rollouts was cancelled from within")
+                gone.__cause__ = error
+                self._post(gone)
+                return
+            raise
         except Exception as error:
             self._post(error)
             return
