@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rl_algorithms.controller import Cancel, RolloutEnded, Start, Try
 from rl_algorithms.staleness import PublishedVersions
@@ -70,10 +70,16 @@ class RolloutPump:
         waiting = {request.rollout_id: (request, one) for request, one in zip(requests, tries, strict=True)}
         why, kind = "", FailureKind.INFRA
         try:
-            async for result in self._runner.run_rollouts(requests):
-                found = waiting.pop(result.request.rollout_id, None)
-                if found is not None:
-                    self._ended(position, found[1], result)
+            stream = self._runner.run_rollouts(requests)
+            try:
+                async for result in stream:
+                    found = waiting.pop(result.request.rollout_id, None)
+                    if found is not None:
+                        self._ended(position, found[1], result)
+            finally:
+                # After an error of ours it has not ended by itself, and what it started would go on.
+                if isinstance(stream, AsyncGenerator):
+                    await stream.aclose()
         except GymConfigError as error:
             self._post(error)
             return
