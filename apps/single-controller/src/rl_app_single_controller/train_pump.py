@@ -137,10 +137,14 @@ class TrainPump:
             self._busy -= counts
             if finished.cancelled():
                 return
-            error = finished.exception()
-            if error is not None:
-                self._post(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            elif (found := event(finished.result())) is not None:
-                self._post(found)
+            try:
+                found = event(finished.result())
+            except Exception as error:
+                self._post(error)
+            except BaseException as error:
+                self._post(RuntimeError(repr(error)))
+            else:
+                if found is not None:
+                    self._post(found)
 
         future.add_done_callback(done)
