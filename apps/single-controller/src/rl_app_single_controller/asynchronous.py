@@ -165,3 +165,5 @@ async def _run(
         ) from error
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
+        # The end of the event loop waits for its executor: not for threads that an engine keeps waiting.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
