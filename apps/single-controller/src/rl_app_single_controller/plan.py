@@ -100,7 +100,8 @@ def sampler(config: SingleControllerConfig) -> Sampler:
         case "in_order":
             return InOrder()
         case "windowed":
-            return Windowed(math.ceil(own.window_steps * config.algorithm.prompts_per_step))
+            # 1.1 steps of 50 rows are 55, and 56 by what floating point makes of them.
+            return Windowed(math.ceil(round(own.window_steps * config.algorithm.prompts_per_step, 6)))
         case "ready_first":
             return ReadyFirst()
         case "weight_fifo":
