@@ -30,6 +30,7 @@ class ExitCode(IntEnum):
 _BY_CLASS = {
     "rl_algorithms.controller.errors.StalledError": ExitCode.STALLED,
     "rl_algorithms.controller.errors.ControllerError": ExitCode.LOOP,
+    "rl_algorithms.controller.snapshot.SnapshotError": ExitCode.CHECKPOINT,
     "rl_algorithms.checkpoint_files.CheckpointError": ExitCode.CHECKPOINT,
     "rl_algorithms.loops.state.LoopError": ExitCode.LOOP,
     "rl_policy_megatron.errors.CheckpointError": ExitCode.CHECKPOINT,
