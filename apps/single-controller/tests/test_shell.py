@@ -42,6 +42,7 @@ from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason, Tr
 NO_DELAY = RetryPolicy(first_delay_s=0.0, longest_delay_s=0.0)
 # Far more than any of these runs takes; a run that hangs is a failure and not a hang.
 LIMIT_S = 10.0
+# So soon after what ended it a run has to be over, in looks at a signal of 0.1 s each.
 TICKS = 2
 
 
@@ -111,8 +112,9 @@ class World:
         self.runner = Runner(play or self.at_once)
         self.groups = GroupStore(directory / "groups")
         self.versions = PublishedVersions(0, 0)
-        self.looks = 0
-        self.failed_at_look: int | None = None
+        self.ticks = 0
+        self.looked_at = time.monotonic()
+        self.failed_at_tick: int | None = None
         self.rollouts: RolloutPump | None = None
 
     # What plays
@@ -169,13 +171,16 @@ class World:
     # The run
 
     def fails(self, error: Exception) -> Callable[..., Any]:
-        """Raise it, and remember how often the shell had looked by then."""
+        """Raise it, and remember how often the shell had ticked by then."""
 
         def fail(*_: Any) -> Any:
-            self.failed_at_look = self.looks
+            self.fails_now()
             raise error
 
         return fail
+
+    def fails_now(self) -> None:
+        self.failed_at_tick = self.ticks
 
     def run(
         self,
@@ -185,7 +190,10 @@ class World:
         clock: Callable[[], float] = time.monotonic,
     ) -> bool:
         def look() -> bool:
-            self.looks += 1
+            # A shell that was woken by an event looks as well; a tick is one that found nothing to do.
+            now, before = time.monotonic(), self.looked_at
+            self.ticks += now - before > 0.9 * shell._LOOK_EVERY_S
+            self.looked_at = now
             return should_stop()
 
         async def run() -> bool:
@@ -210,8 +218,8 @@ class World:
         return asyncio.run(run())
 
     def ended_at_once(self) -> bool:
-        assert self.failed_at_look is not None, "nothing has failed"
-        return self.looks - self.failed_at_look <= TICKS
+        assert self.failed_at_tick is not None, "nothing has failed"
+        return self.ticks - self.failed_at_tick <= TICKS
 
     @property
     def trained(self) -> list[list[int]]:
@@ -378,7 +386,7 @@ def test_g7_even_what_is_no_exception_ends_the_run(new):
 
     async def dies(requests: Sequence[RolloutRequest], call: int) -> AsyncIterator[RolloutResult]:
         await asyncio.sleep(0.01)
-        world.failed_at_look = world.looks
+        world.fails_now()
         raise Odd("quite odd")
         yield
 
@@ -394,7 +402,7 @@ def test_g7_a_runner_whose_own_tasks_were_cancelled_is_dead_as_well(new):
 
     async def dies(requests: Sequence[RolloutRequest], call: int) -> AsyncIterator[RolloutResult]:
         await asyncio.sleep(0.01)
-        world.failed_at_look = world.looks
+        world.fails_now()
         raise asyncio.CancelledError
         yield
 
@@ -449,7 +457,7 @@ def test_g7_weights_that_count_backwards_end_the_run_at_once(new):
 
     def goes_back(version: int) -> None:
         world.weights -= 2
-        world.failed_at_look = world.looks
+        world.fails_now()
 
     world.on["train"] = goes_back
     with pytest.raises(StalenessError, match="the policy must count up"):
@@ -461,7 +469,7 @@ def test_g7_tokens_of_weights_that_the_policy_never_had_end_the_run(new):
     world = new()
 
     async def strange(requests: Sequence[RolloutRequest], call: int) -> AsyncIterator[RolloutResult]:
-        world.failed_at_look = world.looks
+        world.fails_now()
         yield RolloutResult(requests[0], sample(requests[0], -3))
 
     world.runner = Runner(strange)
