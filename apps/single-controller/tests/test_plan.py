@@ -16,6 +16,7 @@ from rl_algorithms.controller import (
     WeightFifo,
     Windowed,
 )
+from rl_algorithms.loops import LoopError
 from rl_app_core.config import ConfigError, SingleControllerConfig, load_config, to_yaml
 from rl_app_core.config.asynchronous import Async
 from rl_app_single_controller import plan
@@ -81,7 +82,7 @@ REACHES: list[tuple[list[str], Any, Read]] = [
 ELSEWHERE = {"grace_s", "sampler_options"}
 
 
-@pytest.mark.parametrize(("words", "wanted", "read"), REACHES, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("words", "wanted", "read"), REACHES, ids=[row[0][-1] for row in REACHES])
 def test_every_key_reaches_the_controller(words: list[str], wanted: Any, read: Read) -> None:
     words = ["algorithm.prompts_per_step=10", *words]
     assert read(settings(*words)) == wanted
@@ -196,6 +197,15 @@ def test_a_sampler_that_cannot_be_used_is_refused_by_its_key(
 def test_what_method_and_loop_refuse_is_refused_before_anything_starts(check: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"algorithm: updates_per_step 2 .* or use one update"):
         check(config("algorithm.updates_per_step=2", "algorithm.objective=on_policy"))
+
+
+def test_what_only_the_loop_refuses_is_told_as_a_fault_of_the_method(monkeypatch) -> None:
+    def refuses(*args: Any) -> None:
+        raise LoopError("this cannot be meant")
+
+    monkeypatch.setattr(plan, "check_asynchronous", refuses)
+    with pytest.raises(ConfigError, match="algorithm: this cannot be meant"):
+        check_settings(config())
 
 
 def test_settings_that_only_the_controller_can_refuse_are_told_as_its_own(monkeypatch) -> None:
