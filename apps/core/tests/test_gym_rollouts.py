@@ -13,6 +13,7 @@ from rl_app_core import gym_rollouts
 from rl_app_core.gym_plan import GymPlan
 from rl_app_core.gym_rollouts import GymRollouts
 from rl_generation.failures import NoReplicaError
+from rl_gym_bridge.answers.outcomes import failed
 from rl_gym_bridge.dataset import GymRow
 from rl_gym_bridge.environments import get_environment
 from rl_gym_bridge.failures import GymServerDied
@@ -106,10 +107,8 @@ def rollouts(runner, engine, monkeypatch):
     return GymRollouts(runner, engine, PLAN, seed=5, check=lambda: None)
 
 
-def failure(kind):
-    return lambda request: RolloutFailure(
-        request.group_id, request.rollout_id, request.agent, kind, "it was so"
-    )
+def failure(kind, error="it was so"):
+    return lambda request: RolloutFailure(request.group_id, request.rollout_id, request.agent, kind, error)
 
 
 @pytest.mark.parametrize(
@@ -188,15 +187,21 @@ def test_failures_keep_their_kind_and_are_no_samples(rollouts, runner, kind):
     ] * 6
 
 
-def test_a_gym_that_died_ends_the_run_and_one_that_lives_does_not(runner, engine):
+def test_a_gym_that_died_ends_the_run_and_one_that_is_only_slow_does_not(runner, engine):
     def died():
         raise GymServerDied("it ended", component="verifier")
 
     rollouts = GymRollouts(runner, engine, PLAN, seed=5, check=died)
     assert len(rollouts.rollouts(ROWS, group_size=1, step=1)) == 3
-    runner.outcome = failure(FailureKind.DATA)
-    assert len(rollouts.rollouts(ROWS, group_size=1, step=1)) == 3
-    runner.outcome = failure(FailureKind.INFRA)
+    for kind in FailureKind:
+        runner.outcome = failure(kind, "GymTimeout: no answer")
+        assert len(rollouts.rollouts(ROWS, group_size=1, step=1)) == 3
+
+    def lost(request):
+        # As the bridge itself puts it.
+        return failed(request, GymServerDied("it ended")).outcome
+
+    runner.outcome = lost
     with pytest.raises(GymServerDied, match="verifier"):
         rollouts.rollouts(ROWS, group_size=1, step=1)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from rl_gym_bridge.dataset import GymRow
+from rl_gym_bridge.failures import GymServerDied
 from rl_gym_bridge.requests import RolloutRunner
 from rl_gym_bridge.rollout_groups import RolloutGroup
 from rl_gym_bridge.rollouts import RolloutBatch, collect_rollouts, stream_nemo_gym_rollouts
@@ -30,7 +31,7 @@ class GymRollouts:
             that come back meanwhile get them too.
         plan: of the Gym.
         seed: of the run.
-        check: raises if the Gym is no more; asked where rollouts failed.
+        check: raises if the Gym is no more; asked where a rollout was lost to its death.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class GymRollouts:
         outcomes = asyncio.run(self._beside_the_engine(groups)).outcomes
         if version == self._engine.weight_version:
             outcomes = [_with_version(outcome, version) for outcome in outcomes]
-        if any(_is_infra(outcome) for outcome in outcomes):
+        if any(_was_lost(outcome) for outcome in outcomes):
             # A Gym that died is not started again, so there is no use in going on to the next step.
             self._check()
         return outcomes
@@ -111,5 +112,8 @@ def _with_version(outcome: Trajectory | RolloutFailure, version: int) -> Traject
     return replace(outcome, weight_versions=(version,) * outcome.sampled_tokens)
 
 
-def _is_infra(outcome: Trajectory | RolloutFailure) -> bool:
-    return isinstance(outcome, RolloutFailure) and outcome.kind is FailureKind.INFRA
+def _was_lost(outcome: Trajectory | RolloutFailure) -> bool:
+    """Whether Gym was found dead under a rollout; one that is only slow or refuses something goes on."""
+    if not isinstance(outcome, RolloutFailure):
+        return False
+    return outcome.kind is FailureKind.INFRA and outcome.error.startswith(GymServerDied.__name__)
