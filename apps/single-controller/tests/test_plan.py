@@ -79,7 +79,7 @@ REACHES: list[tuple[list[str], Any, Read]] = [
     (["algorithm.steps=21"], 21, lambda s: s.steps),
 ]
 # Of the shell and of a class of one's own; they have tests of their own.
-ELSEWHERE = {"grace_s", "sampler_options"}
+ELSEWHERE = {"grace_s", "gym_restarts", "sampler_options"}
 
 
 @pytest.mark.parametrize(("words", "wanted", "read"), REACHES, ids=[row[0][-1] for row in REACHES])
