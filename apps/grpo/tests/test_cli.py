@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rl_app_core import engine_plan
+from rl_app_core import engine_plan, gym_plan
 from rl_app_core.config import ConfigError, GRPOConfig, load_config
 from rl_app_core.config.sections import TinyModel
 from rl_app_core.demonstrations import tokenizer_texts
@@ -20,6 +21,7 @@ from rl_app_core.run_directory import RunDirectory, Summary, append_record
 from rl_app_core.tiny_model import write_tiny_model
 from rl_app_grpo.cli import app
 from rl_app_grpo.recipes import RECIPES
+from rl_gym_bridge.interpreter import GymInterpreter
 
 IMPORTANCE_BOUNDS_SWAPPED = [
     "algorithm.importance_correction=tis",
@@ -238,9 +240,12 @@ def test_validate_says_what_it_found_and_writes_nothing(grpo, tmp_path):
 @pytest.mark.parametrize("name", RECIPES.names)
 def test_l5_every_shipped_recipe_loads_and_validates(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RL_ACTOR_ENVS_SYSTEM", "1")
-    # As in an environment with the engine; what is said where there is none has a test of its own.
+    # As in an environment with the engine, and beside one with Gym; what is said where there is none has
+    # tests of its own.
     monkeypatch.setattr(engine_plan, "find_spec", lambda name: name)
     monkeypatch.setattr(engine_plan, "is_cpu_build", lambda: True)
+    gym = GymInterpreter(Path(sys.executable), Path("gym"), "0.4.0", "3.12.1")
+    monkeypatch.setattr(gym_plan, "find_gym_interpreter", lambda named: gym)
     words = []
     if name == "smollm":
         with pytest.raises(ConfigError, match=r"model\.path"):
@@ -282,6 +287,18 @@ def test_an_engine_that_is_not_here_is_told_with_the_command_that_has_it(grpo, m
     assert done.exit_code == 2
     assert done.stderr.startswith("error: generation.engine=vllm: vLLM is not installed in this environment")
     assert "`./hatch run vllm:grpo run …`" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gym_that_is_not_here_is_told_with_its_remedy(grpo, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_plan, "find_spec", lambda name: name)
+    monkeypatch.setattr(engine_plan, "is_cpu_build", lambda: True)
+    monkeypatch.delenv("RL_GYM_PYTHON", raising=False)
+    done = grpo("run", "-c", "cpu-gym")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: environment.gym.python: ")
+    assert "RL_GYM_PYTHON=GYM" in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
