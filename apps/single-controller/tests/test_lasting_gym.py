@@ -1,4 +1,4 @@
-"""A Gym that dies is started again as often as it may, and who tries again gets rollouts from the next one."""
+"""A Gym that dies is started again as often as it may; who tries again gets rollouts from the next one."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +177,15 @@ def test_a_kl_in_the_reward_is_summed_over_the_rollout():
         KLInReward(GroupRelative(), -1.0)
     with pytest.raises(AdvantageError, match="log-probabilities of policy and reference"):
         KLInReward(GroupRelative(), 0.1)(inputs([1.0, 0.0]))
+
+
+def test_a_kl_in_the_reward_is_paid_by_rollouts_that_a_filter_keeps_from_training():
+    """All four are alike: none is better than another, whichever of them is trained."""
+    prev, reference = torch.full((4, 4), -1.0), torch.full((4, 4), -1.5)
+    given = inputs([1.0] * 4, tokens=[2] * 4, prev=prev, reference=reference)
+    filtered = replace(given.batch, sample_mask=torch.tensor([True, True, True, False]))
+    found = KLInReward(GroupRelative(normalize=False), 0.1)(replace(given, batch=filtered))
+    assert found.tolist() == pytest.approx([0.0] * 4)
 
 
 def rollout(*turns):

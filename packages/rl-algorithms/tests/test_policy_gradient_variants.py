@@ -158,7 +158,25 @@ def test_dpo_is_finite_at_extremes(run):
         loss, gradient, _ = run(DPOLoss(1.0), prev, DPOLoss(1.0).prepare(batch, [(0, 1)]))
         assert math.isfinite(loss)
         assert torch.isfinite(gradient).all()
-        assert (loss > 20) == (gap < 0)
+        assert (loss > 16) == (gap < 0)
+
+
+@pytest.mark.parametrize("margin", [-16.0, -12.0, -3.0, 0.0, 5.0])
+def test_dpo_says_its_own_value_as_far_as_its_weight_can_hold_it(run, margin):
+    mask = [[False, True], [False, True]]
+    prev = torch.tensor([[0.0, -20.0], [0.0, -20.0 - margin]])
+    batch = make_batch(mask, advantages=[0.0, 0.0], prev=prev, reference=torch.tensor([[0.0, -20.0]] * 2))
+    loss, _, _ = run(DPOLoss(1.0), prev, DPOLoss(1.0).prepare(batch, [(0, 1)]))
+    assert loss == pytest.approx(math.log1p(math.exp(-margin)), rel=0.03)
+
+
+def test_cispo_counts_what_is_clipped_on_either_side_whatever_the_advantage(run):
+    mask = [[False, True, True, True, True]] * 2
+    prev = torch.full((2, 5), -1.0)
+    now = prev + torch.tensor([0.0, 0.5, -0.5, 0.1, 0.0]).log1p().nan_to_num()
+    batch = make_batch(mask, advantages=[1.0, -1.0], prev=prev)
+    _, _, metrics = run(ClippedPGLoss(clip_low=0.2, clip_high=0.2, cispo=True), now, batch)
+    assert metrics["clipped_share"] == 4 / 8
 
 
 def test_a_batch_with_a_teacher_of_another_shape_is_refused():

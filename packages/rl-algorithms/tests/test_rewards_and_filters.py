@@ -22,6 +22,18 @@ def test_linear_scaling_is_clamped():
         LinearScaling(3, 3, 0, 1)
 
 
+def test_of_several_turns_the_longest_is_too_long_not_all_together():
+    """Each turn has a limit of its own: two of 20 tokens are far from 32, one of 30 is near it."""
+    shaping = RewardShaping(overlong=OverlongPenalty(max_length=32, buffer=8))
+
+    def of(*lengths):
+        turns = tuple(Turn((1,), (2,) * length, (-1.0,) * length) for length in lengths)
+        return Trajectory(turns, 1.0, StopReason.STOP, group_id="g", rollout_id="g/0")
+
+    shaped = shaping(torch.ones(3, dtype=torch.float64), [of(20), of(20, 20), of(20, 30)])
+    assert shaped.tolist() == [1.0, 1.0, 0.25]
+
+
 def test_c9_overlong_penalty_values():
     penalty = OverlongPenalty(max_length=20, buffer=4)
     assert penalty(torch.tensor([3, 16, 17, 18, 20, 21])).tolist() == [0, 0, -0.25, -0.5, -1, -1]

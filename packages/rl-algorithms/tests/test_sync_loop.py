@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_algorithms.advantages import GroupRelative
+from rl_algorithms.advantages import GDPO, GroupRelative, KLInReward, ReinforcePlusPlus
 from rl_algorithms.checkpointing import CheckpointStore
 from rl_algorithms.loops import LoopError, LoopSettings, run_sync
 from rl_algorithms.loops.state import LoopState
-from rl_algorithms.losses import ClippedPGLoss
-from rl_algorithms.method import Method
+from rl_algorithms.losses import ClippedPGLoss, DPOLoss, SFTLoss
+from rl_algorithms.method import Method, MethodError
+from rl_algorithms.needs import Needs
 from rl_algorithms.rewards import OverlongPenalty, RewardShaping
 from rl_gym_bridge.trajectory import FailureKind, RolloutFailure, StopReason
 
@@ -544,8 +545,56 @@ def test_a_state_of_another_version_is_refused():
 
 
 def test_more_updates_than_the_loss_can_correct_are_refused(world):
-    with pytest.raises(LoopError, match="force_on_policy_ratio"):
-        run(world, replace(SETTINGS, updates_per_step=2), loss=ClippedPGLoss(force_on_policy_ratio=True))
+    for loss in (ClippedPGLoss(force_on_policy_ratio=True), ClippedPGLoss(disable_ppo_ratio=True)):
+        with pytest.raises(LoopError, match="the second would not be corrected"):
+            run(world, replace(SETTINGS, updates_per_step=2), loss=loss)
+
+
+@pytest.mark.parametrize(
+    "advantage", [GroupRelative(), GroupRelative(leave_one_out=True), ReinforcePlusPlus(), GDPO()]
+)
+def test_a_group_of_one_is_refused_where_its_members_are_compared(world, advantage):
+    with pytest.raises(LoopError, match=f"group_size 1 with {type(advantage).__name__}"):
+        run(world, replace(SETTINGS, group_size=1), advantage=advantage)
+
+
+@pytest.mark.parametrize("name", ["filter_zero_spread", "dynamic_sampling"])
+@pytest.mark.parametrize(
+    "advantage",
+    [GDPO(), ReinforcePlusPlus(group_baseline=False), KLInReward(GroupRelative(), 0.1)],
+    ids=lambda advantage: type(advantage).__name__,
+)
+def test_groups_that_teach_something_are_not_left_out_for_equal_rewards(world, advantage, name):
+    with pytest.raises(LoopError, match=f"{name} leaves groups out .* {type(advantage).__name__} learns"):
+        run(world, replace(SETTINGS, **{name: True}), advantage=advantage)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            lambda inputs: torch.full_like(inputs.rewards, math.nan),
+            "Odd returned an advantage that is no finite",
+        ),
+        (lambda inputs: inputs.rewards[:3], r"Odd returned advantages of shape \[3\] for 32 rollouts"),
+    ],
+)
+def test_an_estimator_that_gives_no_advantages_is_named(world, found, said):
+    class Odd:
+        needs = Needs()
+        uses_rewards = True
+
+        def __call__(self, inputs):
+            return found(inputs)
+
+    with pytest.raises(LoopError, match=said):
+        run(world, advantage=Odd())
+
+
+@pytest.mark.parametrize("loss", [SFTLoss(), DPOLoss()])
+def test_a_loss_that_is_not_for_rollouts_is_refused(world, loss):
+    with pytest.raises(MethodError, match=f"{type(loss).__name__} is no loss for rollouts"):
+        run(world, loss=loss)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ def check_settings(config: DistillationConfig) -> None:
     """
     try:
         distillation_loss(config)
+        tiny, wanted = config.model.tiny, _top(config)
+        if tiny is not None and wanted > tiny.vocab_size:
+            raise ValueError(f"top_k={wanted} exceeds model.tiny.vocab_size={tiny.vocab_size}; lower it")
         shared_loop_settings(config)
     except (LossError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from error

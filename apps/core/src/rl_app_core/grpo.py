@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -64,7 +65,25 @@ def check_settings(config: GRPOConfig) -> None:
     except ConfigError:
         raise
     except (AdvantageError, LossError, LoopError, MethodError, RewardError, ValueError) as error:
-        raise ConfigError(f"algorithm: {error}") from error
+        section = "rewards" if isinstance(error, RewardError) else "algorithm"
+        raise ConfigError(f"{section}: {_in_keys(str(error))}") from error
+
+
+# What the library calls otherwise than the configuration does.
+_KEYS = {
+    "sequence_ratio": "objective=gspo",
+    "force_on_policy_ratio": "objective=on_policy",
+    "disable_ppo_ratio": "objective=reinforce",
+    "cispo": "objective=cispo",
+    "kl_kind": "kl_form",
+    "constant_length": "generation.max_new_tokens",
+}
+
+
+def _in_keys(text: str) -> str:
+    for name, key in _KEYS.items():
+        text = re.sub(rf"(?<![\w=]){name}\b", key, text)
+    return text
 
 
 def method(config: GRPOConfig) -> Method:

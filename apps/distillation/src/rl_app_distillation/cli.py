@@ -21,11 +21,13 @@ def _prepare(config: DistillationConfig) -> Prepared:
     from rl_app_core.distillation import check_settings
     from rl_app_core.preflight import prepare
 
-    from .teachers import check_sources
+    from .teachers import check_sources, check_tasks
 
     check_settings(config)
     check_sources(config)
-    return prepare(config)
+    prepared = prepare(config)
+    check_tasks(config, prepared.problems)
+    return prepared
 
 
 def _run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from rl_app_core.compose import model_directory
@@ -14,6 +15,7 @@ from rl_app_core.export import export_checkpoint
 from rl_app_core.grpo import check_settings, grpo_trainer
 from rl_app_core.job import run_job
 from rl_app_core.preflight import prepare
+from rl_app_core.problems import Problems
 from rl_app_core.reporting import RunReporter
 from rl_app_core.run_directory import RunDirectory
 from rl_app_core.teachers import check_teacher
@@ -37,6 +39,20 @@ def check_sources(config: DistillationConfig) -> None:
             teacher = _teacher_config(config, key, source)
             check_settings(teacher)
             prepare(teacher)
+
+
+def check_tasks(config: DistillationConfig, problems: Problems) -> None:
+    """That each teacher of an environment has rows of it to judge.
+
+    Raises:
+        ConfigError: no row names that environment.
+    """
+    agents = {row.agent for row in problems.train}
+    for name in config.teachers:
+        if name not in agents:
+            close = get_close_matches(name, agents, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"rows name {', '.join(sorted(agents))}"
+            raise ConfigError(f"teachers.{name}: no row is of the environment {name!r}; {hint}")
 
 
 def teacher_models(

@@ -11,6 +11,8 @@ from rl_generation.batching import RequestBatcher
 from rl_generation.protocol import Completion, GenerationRequest
 from rl_policy_megatron.errors import RankError
 
+_GATHER_S, _QUIET_S = 0.1, 0.005
+
 
 class SharedEngine(Protocol):
     """What rollouts sample from, as they come."""
@@ -50,7 +52,8 @@ class _Batched:
     """What arrives while a batch is sampled forms the next one."""
 
     def __init__(self, direct: _Direct, timeout_s: float) -> None:
-        self._batcher = RequestBatcher(direct, timeout_s=timeout_s)
+        # A small batch costs about what a large one does, and rows that begin together come one by one.
+        self._batcher = RequestBatcher(direct, timeout_s=timeout_s, gather_s=_GATHER_S, quiet_s=_QUIET_S)
         self.check = direct.check
         self.close = self._batcher.close
 

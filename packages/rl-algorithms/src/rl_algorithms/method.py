@@ -22,7 +22,7 @@ class Method:
         advantage: what each rollout, or each of its tokens, is worth.
         loss: what is minimised.
         overrides: advantages of turns that broke a rule, in place of what ``advantage`` gave them.
-        advantage_clip: bound on the absolute advantage, after the overrides; ``None`` is off.
+        advantage_clip: bound on the absolute advantage, before the overrides; ``None`` is off.
         teacher: who is asked where ``advantage`` or ``loss`` needs a teacher.
 
     Raises:
@@ -36,6 +36,11 @@ class Method:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
+        if not hasattr(self.loss, "needs") or hasattr(self.loss, "prepare"):
+            raise MethodError(
+                f"{type(self.loss).__name__} is no loss for rollouts but for demonstrations or pairs; "
+                "give it to a policy's train() with a batch of them"
+            )
         if self.needs.asks_teacher and self.teacher is None:
             raise MethodError(
                 f"{type(self.advantage).__name__} with {type(self.loss).__name__} learns from a teacher, and "

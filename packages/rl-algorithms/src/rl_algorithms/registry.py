@@ -225,7 +225,7 @@ METHODS: tuple[MethodEntry, ...] = (
     MethodEntry(
         "masked sequences",
         "grpo",
-        "as truncated importance sampling, 0 on sequences whose mean is outside the bounds",
+        "w·(…), w = exp(prev − engine), 0 on sequences whose geometric mean of w is outside the bounds",
         _TOKENS,
         _GROUP,
         "richardli.xyz/rl-collapse",

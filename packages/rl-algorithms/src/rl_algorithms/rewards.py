@@ -32,6 +32,10 @@ class LinearScaling:
         bounds = (self.source_min, self.source_max, self.target_min, self.target_max)
         if not all(math.isfinite(bound) for bound in bounds):
             raise RewardError(f"reward scaling needs finite bounds, got {bounds}")
+        if self.target_min == self.target_max:
+            raise RewardError(
+                f"target_min and target_max are both {self.target_min}: nothing would be told apart"
+            )
         if self.source_min >= self.source_max:
             raise RewardError(f"source_min {self.source_min} must lie below source_max {self.source_max}")
 
@@ -44,7 +48,7 @@ class LinearScaling:
 class OverlongPenalty:
     """``min(−(length − (max_length − buffer)) / buffer · penalty, 0)``, never below ``−penalty``.
 
-    Lengths count sampled tokens.
+    Lengths count sampled tokens; of several turns the longest counts, as each has ``max_length`` of its own.
 
     Raises:
         RewardError: unless 0 < buffer ≤ max_length and penalty ≥ 0.
@@ -133,7 +137,8 @@ class RewardShaping:
         """Shaped rewards ``[N]`` from the rewards of N rollouts; NaN stays NaN."""
         shaped = self.scaling(rewards) if self.scaling else rewards
         if self.overlong is not None:
-            lengths = torch.tensor([t.sampled_tokens for t in trajectories], dtype=torch.int64)
+            longest = [max(len(turn.generation_token_ids) for turn in t.turns) for t in trajectories]
+            lengths = torch.tensor(longest, dtype=torch.int64)
             shaped = shaped + self.overlong(lengths).to(shaped.dtype)
         if self.stop_properly_coefficient is not None:
             truncated = torch.tensor([t.stop_reason.truncated for t in trajectories], dtype=torch.bool)

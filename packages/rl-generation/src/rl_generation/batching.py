@@ -43,6 +43,7 @@ class RequestBatcher:
         max_batch: the most requests that are handed over at once.
         timeout_s: the longest that a request may take from its arrival.
         gather_s: how long a batch waits for company once its first request is there.
+        quiet_s: it waits no longer than until nobody has come for so long; ``None`` waits ``gather_s`` out.
 
     Raises:
         ValueError: a limit that is none.
@@ -55,16 +56,20 @@ class RequestBatcher:
         max_batch: int = 256,
         timeout_s: float = 600.0,
         gather_s: float = 0.002,
+        quiet_s: float | None = None,
     ) -> None:
         if max_batch < 1 or timeout_s <= 0 or gather_s < 0:
             raise ValueError(
                 f"max_batch must be at least 1, timeout_s above 0 and gather_s at least 0, got {max_batch}, "
                 f"{timeout_s:g} and {gather_s:g}"
             )
+        if quiet_s is not None and not 0 < quiet_s <= gather_s:
+            raise ValueError(f"quiet_s must lie in (0, gather_s = {gather_s:g}], or be None; got {quiet_s:g}")
         self._engine = engine
         self._max_batch = max_batch
         self._timeout_s = timeout_s
         self._gather_s = gather_s
+        self._quiet_s = gather_s if quiet_s is None else quiet_s
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -146,10 +151,8 @@ class RequestBatcher:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return []
-                full = self._changed.wait_for(
-                    lambda: len(self._waiting) >= self._max_batch or self._closed, self._gather_s
-                )
-                if full and self._closed:
+                self._gather()
+                if self._closed:
                     return []
                 batch: list[_Waiting] = []
                 while self._waiting and len(batch) < self._max_batch:
@@ -160,6 +163,17 @@ class RequestBatcher:
                         batch.append(waiting)
                 if batch:
                     return batch
+
+    def _gather(self) -> None:
+        """Wait for company: until the batch is full, nobody comes any more, or ``gather_s`` has passed."""
+        until = time.monotonic() + self._gather_s
+        while not self._closed and len(self._waiting) < self._max_batch:
+            count = len(self._waiting)
+            left = min(self._quiet_s, until - time.monotonic())
+            if left <= 0 or not self._changed.wait_for(
+                lambda count=count: len(self._waiting) > count or self._closed, left
+            ):
+                return
 
     def _run(self, batch: list[_Waiting]) -> None:
         self._batches += 1

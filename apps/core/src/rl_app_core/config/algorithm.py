@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from .section import Finite, NonNegative, Positive, Share
 from .training import Training
@@ -63,9 +63,10 @@ class Algorithm(Training):
     """Correction for an engine whose log-probabilities differ from the policy's: clamp the weights of
     tokens (``tis``), drop tokens outside the bounds (``icepop``) or whole sequences (``seq-mask-tis``)."""
     importance_max: Positive | None = None
-    """Upper bound of the weights; given together with the correction."""
+    """Upper bound of the weights, or with ``seq-mask-tis`` of a sequence's geometric mean; given together
+    with the correction."""
     importance_min: Positive | None = None
-    """Lower bound of the weights; all but ``tis`` need it."""
+    """Lower bound likewise; all but ``tis`` need it."""
     filter_zero_spread: bool = False
     """Leave groups whose rewards are all equal out of the denominators, too."""
     dynamic_sampling: bool = False
@@ -76,3 +77,24 @@ class Algorithm(Training):
     """Truncated answers keep their place in the baseline and are not trained."""
     shuffle_rewards: bool = False
     """A diagnostic: permute the rewards over the whole batch. Nothing can be learnt then."""
+
+    @model_validator(mode="after")
+    def _what_is_given_is_read(self) -> Algorithm:
+        if self.loss != "clipped_pg":
+            self.has_no_effect(
+                f"with loss={self.loss}: it describes clipped_pg",
+                *("objective", "clip_low", "clip_high", "dual_clip", "positive_nll_coefficient"),
+                *("entropy_coefficient", "report_entropy", "normalization"),
+                *("importance_correction", "importance_min", "importance_max"),
+            )
+            if self.kl_in == "loss":
+                self.has_no_effect(
+                    f"with loss={self.loss}: it describes clipped_pg", "kl_coefficient", "kl_form"
+                )
+        if self.objective in ("reinforce", "on_policy"):
+            self.has_no_effect(f"with objective={self.objective}", "clip_low", "clip_high")
+        if not self.kl_coefficient:
+            self.has_no_effect("without kl_coefficient", "kl_form")
+        if not self.dynamic_sampling:
+            self.has_no_effect("without dynamic_sampling", "max_generation_rounds")
+        return self

@@ -39,6 +39,16 @@ class Distillation(Training):
     clip_high: NonNegative = 0.28
     """With ``opd``: how far it may rise above 1."""
 
+    @model_validator(mode="after")
+    def _what_is_given_is_read(self) -> Distillation:
+        if self.objective == "opd":
+            self.has_no_effect("with objective=opd", "divergence", "forward_weight", "outside")
+        else:
+            self.has_no_effect("with objective=topk", "clip_low", "clip_high")
+        if self.divergence != "mixed":
+            self.has_no_effect(f"with divergence={self.divergence}", "forward_weight")
+        return self
+
 
 class TeacherSource(Section):
     """Where a teacher comes from: exactly one of ``recipe``, ``run`` and ``model``."""

@@ -59,6 +59,17 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_best_is_measured(self) -> JobConfig:
+        kept, every = self.checkpointing.keep_best, self.evaluation.every
+        if kept and self.checkpointing.every % every:
+            raise ValueError(
+                f"checkpointing.keep_best={kept} goes by the held-out accuracy, which is measured every "
+                f"{every} steps, and checkpoints are written every {self.checkpointing.every}: make "
+                "checkpointing.every a multiple of evaluation.every"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_process_with_the_engine_in_it(self) -> JobConfig:
         world = self.policy.parallel.world
         if self.generation.engine == "megatron" and world > 1:

@@ -224,6 +224,18 @@ class Rewards(Section):
     stop_properly_coefficient: Share | None = None
     """Factor on the reward of truncated answers, instead of the overlong penalty."""
 
+    @model_validator(mode="after")
+    def _a_penalty_has_a_buffer(self) -> Rewards:
+        if self.overlong_buffer and not self.overlong_penalty:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} has no effect with overlong_penalty=0; leave one out"
+            )
+        if not self.overlong_buffer and self.overlong_penalty != 1.0:
+            raise ValueError(
+                f"overlong_penalty={self.overlong_penalty:g} has no effect without overlong_buffer; give one"
+            )
+        return self
+
 
 class Evaluation(Section):
     """Greedy decoding of the held-out problems."""

@@ -44,6 +44,17 @@ class Training(Section):
     """Steps in a row that may train nothing, because no sample is usable or the rewards of every group are
     all equal; one more ends the run. Steps that are all right do not count."""
 
+    def has_no_effect(self, without: str, *names: str) -> None:
+        """Refuse keys that differ from their defaults although nothing reads them.
+
+        Raises:
+            ValueError: naming the first of them, and ``without`` what it has no effect.
+        """
+        for name in names:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                raise ValueError(f"{name}={value} has no effect {without}; leave it out")
+
     @model_validator(mode="after")
     def _a_decay_has_an_end(self) -> Training:
         if self.final_share and self.decay == "constant":

@@ -40,6 +40,10 @@ class AdvantageEstimator(Protocol):
     """``estimator(inputs) -> [N]`` (a rollout's worth, the same on all its tokens) or ``[N, S]``.
 
     Entries of rollouts that are not valid are 0; entries outside the batch's ``token_mask`` do not matter.
+
+    Two further attributes may say more: ``compares_members`` (false unless given) that a group of one
+    rollout teaches nothing, and ``silent_where_rewards_agree`` (true unless given) that a group does whose
+    rewards are all equal.
     """
 
     @property

@@ -35,6 +35,9 @@ class GDPO:
 
     needs = Needs()
     uses_rewards = True
+    compares_members = True
+    # Equal totals may be made of components that differ.
+    silent_where_rewards_agree = False
 
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
         names = sorted(inputs.components)

@@ -38,6 +38,7 @@ class GroupRelative:
 
     needs = Needs()
     uses_rewards = True
+    compares_members = True
 
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
         return grpo_advantages(

@@ -31,6 +31,16 @@ class ReinforcePlusPlus:
     needs = Needs()
     uses_rewards = True
 
+    @property
+    def compares_members(self) -> bool:
+        """Without the group's baseline it compares with the whole batch."""
+        return self.group_baseline
+
+    @property
+    def silent_where_rewards_agree(self) -> bool:
+        """Likewise."""
+        return self.group_baseline
+
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
         rewards = torch.where(inputs.valid, inputs.rewards, 0.0)
         if self.group_baseline:

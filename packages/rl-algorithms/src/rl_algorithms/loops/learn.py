@@ -92,12 +92,12 @@ def _advantages(
     batch: TrainBatch, samples: StepSamples, sequences: Sequences, method: Method
 ) -> torch.Tensor:
     advantages = _estimated(batch, samples, sequences, method.advantage)
+    if method.advantage_clip is not None:
+        advantages = advantages.clamp(-method.advantage_clip, method.advantage_clip)
     if method.overrides:
         whole = batch.with_advantages(advantages).token_advantages
         valid = samples.valid[sequences.rollout].unsqueeze(1)
         advantages = method.overrides(whole, sequences.trajectories) * valid
-    if method.advantage_clip is not None:
-        advantages = advantages.clamp(-method.advantage_clip, method.advantage_clip)
     return advantages
 
 
@@ -121,6 +121,7 @@ def _estimated(
             components={name: values[rollouts] for name, values in samples.components.items()},
         )
     )
+    _check_advantages(found, own, samples.valid[rollouts], type(estimator).__name__)
     if own is batch:
         return found
     if found.ndim != 1:
@@ -129,6 +130,26 @@ def _estimated(
             "whose tokens are others: use an advantage per rollout, or an environment that does not fork"
         )
     return found[sequences.rollout]
+
+
+def _check_advantages(found: torch.Tensor, batch: TrainBatch, valid: torch.Tensor, name: str) -> None:
+    """That an estimator, which may be somebody's own, gave numbers of the right shape.
+
+    Raises:
+        LoopError: it did not; names it.
+    """
+    shape = tuple(found.shape)
+    if shape not in ((len(batch),), tuple(batch.token_mask.shape)):
+        raise LoopError(
+            f"{name} returned advantages of shape {list(shape)} for {len(batch)} rollouts of "
+            f"{batch.token_mask.shape[1]} tokens: return one number for each rollout, or for each token"
+        )
+    looked_at = found[valid] if found.ndim == 1 else found[batch.token_mask & valid.unsqueeze(1)]
+    if not bool(torch.isfinite(looked_at).all()):
+        raise LoopError(
+            f"{name} returned an advantage that is no finite number: the rewards are out of all bounds, or "
+            "it divides by a spread of 0"
+        )
 
 
 def _per_sequence(advantages: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
@@ -156,7 +177,8 @@ def update_policy(
         the loss's other metrics are those of the last update; ``logprob_gap_mean`` and
         ``logprob_gap_max``, of abs(policy − engine) in nats, and ``engine_ratio_mean``,
         ``engine_ratio_min`` and ``engine_ratio_max``, of exp(policy − engine), compare engine and policy
-        over every trained token of the step.
+        over the step's trained tokens that have a gradient: those of rows whose advantage is 0 are not
+        scored unless the loss moves them all the same.
 
     Raises:
         LoopError: loss or gradient norm is not finite.

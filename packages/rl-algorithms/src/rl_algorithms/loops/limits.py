@@ -17,10 +17,23 @@ def check_method(settings: LoopSettings, method: Method) -> None:
     Raises:
         LoopError: it cannot.
     """
-    if settings.updates_per_step > 1 and method.advantage.uses_rewards and not method.loss.needs.prev:
+    uncorrected = not method.loss.needs.prev or getattr(method.loss, "one_update_only", False)
+    if settings.updates_per_step > 1 and method.advantage.uses_rewards and uncorrected:
         raise LoopError(
             f"updates_per_step {settings.updates_per_step} with a loss that takes every update for "
-            "on-policy: the second would not be corrected; turn force_on_policy_ratio off or use one update"
+            "on-policy: the second would not be corrected; use an objective with a ratio, or one update"
+        )
+    estimator = type(method.advantage).__name__
+    if settings.group_size < 2 and getattr(method.advantage, "compares_members", False):
+        raise LoopError(
+            f"group_size 1 with {estimator}, which compares the members of a group: every advantage would be "
+            "0; raise it"
+        )
+    filters = [name for name in ("dynamic_sampling", "filter_zero_spread") if getattr(settings, name)]
+    if filters and not getattr(method.advantage, "silent_where_rewards_agree", True):
+        raise LoopError(
+            f"{filters[0]} leaves groups out whose rewards are all equal, and {estimator} learns from them "
+            "too: turn it off"
         )
     if settings.dynamic_sampling and not method.advantage.uses_rewards:
         raise LoopError(

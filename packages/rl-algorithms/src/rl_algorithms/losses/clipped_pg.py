@@ -137,6 +137,11 @@ class ClippedPGLoss:
             metrics["positive_nll"] = Mean(float(positive.detach()), count)
         return loss, metrics
 
+    @property
+    def one_update_only(self) -> bool:
+        """Whether a second update on the same samples would not be corrected for the first."""
+        return self.disable_ppo_ratio or self.force_on_policy_ratio
+
     def _prev_logprobs(self, logprobs: torch.Tensor, mask: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         if self.force_on_policy_ratio:
             return logprobs.detach()
@@ -173,6 +178,9 @@ class ClippedPGLoss:
         return term
 
     def _clip_binds(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        if self.cispo:
+            # Its weight is clipped on both sides, whatever the advantage.
+            return (advantages != 0) & ((ratio > 1 + self.clip_high) | (ratio < 1 - self.clip_low))
         rises = (advantages > 0) & (ratio > 1 + self.clip_high)
         falls = (advantages < 0) & (ratio < 1 - self.clip_low)
         if self.dual_clip is None:

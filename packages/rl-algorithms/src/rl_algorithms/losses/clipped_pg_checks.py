@@ -41,8 +41,9 @@ def check_ranges(loss: ClippedPGLoss) -> None:
 def check_combinations(loss: ClippedPGLoss) -> None:
     if loss.disable_ppo_ratio and loss.force_on_policy_ratio:
         raise LossError("disable_ppo_ratio and force_on_policy_ratio exclude each other: choose one")
-    if loss.disable_ppo_ratio and loss.dual_clip is not None:
-        raise LossError("dual_clip has no effect with disable_ppo_ratio: drop one of them")
+    for name in ("disable_ppo_ratio", "force_on_policy_ratio"):
+        if getattr(loss, name) and loss.dual_clip is not None:
+            raise LossError(f"dual_clip has no effect with {name}: drop one of them")
     _check_ratio(loss)
     if (loss.normalization == "constant") != (loss.constant_length is not None):
         raise LossError(
@@ -52,7 +53,10 @@ def check_combinations(loss: ClippedPGLoss) -> None:
     low, high = loss.importance_min, loss.importance_max
     if loss.importance_correction is None:
         if low is not None or high is not None:
-            raise LossError(f"importance bounds {low}..{high} without importance_correction: say which one")
+            raise LossError(
+                f"importance bounds {low}..{high} without importance_correction: choose tis, icepop or "
+                "seq-mask-tis, or leave them out"
+            )
         return
     if high is None:
         raise LossError(f"importance_correction {loss.importance_correction!r} needs importance_max")
@@ -65,6 +69,11 @@ def check_combinations(loss: ClippedPGLoss) -> None:
         )
     if not 0 <= (low or 0.0) <= high < math.inf or high == 0:
         raise LossError(f"importance bounds must satisfy 0 <= min <= max, 0 < max < inf; got {low}..{high}")
+    if not (low or 0.0) <= 1 <= high:
+        raise LossError(
+            f"importance bounds {low}..{high} leave 1 out, which is the weight of every token that engine "
+            "and policy agree about: put one on each side of 1"
+        )
 
 
 def _check_ratio(loss: ClippedPGLoss) -> None:

@@ -14,8 +14,9 @@ from ..needs import Needs
 from ..protocols import LogitsView
 from .normalization import LossError, masked
 
-# A preference that is certain in float32 still has a logarithm.
+# A preference that is certain still has a sign, and in float32, which weights are kept in, a logarithm.
 _SMALLEST = 1e-12
+_MOST_CERTAIN = 1 - 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class DPOLoss:
 
     Attributes:
         beta: β > 0, how strongly the reference holds the policy back.
+
+    The value is made of that weight, so it is at most 16.6, which it reaches at β·Δ = −16.6; the gradient
+    is exact everywhere.
 
     Metrics: ``loss`` (the share; shares add up), ``preferred`` (share of answers in pairs whose chosen one
     has the larger margin), ``valid_samples``, ``valid_tokens``.
@@ -91,7 +95,7 @@ class DPOLoss:
         sums = masked(logprobs, mask).sum(1)
         # −log σ(βΔ) from the weight that it goes with: σ(−βΔ) = |weight| / β.
         against = (weights.abs().double() / self.beta).clamp(max=1.0)
-        values = -torch.log1p(-against.clamp(max=1 - _SMALLEST)) * rows / 2
+        values = -torch.log1p(-against.clamp(max=_MOST_CERTAIN)) * rows / 2
         pairs = batch.global_valid_samples / 2 or 1.0
         moving = (-weights * (sums - sums.detach())).sum()
         loss = (values.sum().to(moving.dtype) + moving) / pairs
