@@ -196,3 +196,54 @@ def test_limits_that_are_none_are_refused(engine: Engine, limits: dict[str, floa
 
 def test_the_deadline_is_an_error_of_the_infrastructure() -> None:
     assert DeadlineError.kind == "infra"
+
+
+def test_a_batch_waits_while_others_keep_coming_and_no_longer(engine: Engine) -> None:
+    batcher = RequestBatcher(engine, max_batch=100, timeout_s=20, gather_s=10.0, quiet_s=0.2)
+
+    async def run() -> float:
+        tasks = []
+        for token in range(5):
+            tasks.append(asyncio.ensure_future(batcher.generate_async(request(token))))
+            await asyncio.sleep(0.02)
+        began = time.monotonic()
+        await asyncio.gather(*tasks)
+        return time.monotonic() - began
+
+    waited = asyncio.run(run())
+    batcher.close(5)
+    assert engine.batches == [[0, 1, 2, 3, 4]]
+    assert waited < 5.0, "not until gather_s has passed"
+
+
+def test_callers_in_threads_share_batches_and_get_their_own_answers(engine: Engine) -> None:
+    batcher = RequestBatcher(engine, max_batch=100, timeout_s=20, gather_s=2.0, quiet_s=0.2)
+    found: dict[int, list[int]] = {}
+
+    def call(first: int) -> None:
+        answers = batcher.generate([request(first), request(first + 1)])
+        found[first] = [answer.token_ids[0] for answer in answers]
+
+    threads = [threading.Thread(target=call, args=(first,)) for first in (20, 30, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    batcher.close(5)
+    assert found == {20: [20, 21], 30: [30, 31], 40: [40, 41]}
+    assert len(engine.batches) < 3
+    with pytest.raises(InfraError, match="used after close"):
+        batcher.generate([request(1)])
+
+
+def test_a_failing_request_fails_its_caller_in_a_thread(engine: Engine) -> None:
+    batcher = RequestBatcher(engine, max_batch=8, timeout_s=20)
+    with pytest.raises(RequestError, match="13 is not served"):
+        batcher.generate([request(1), request(13)])
+    batcher.close(5)
+
+
+@pytest.mark.parametrize("quiet_s", [0.0, 0.3, -1.0])
+def test_a_quiet_that_is_none_is_refused(engine: Engine, quiet_s: float) -> None:
+    with pytest.raises(ValueError, match="quiet_s must lie in"):
+        RequestBatcher(engine, gather_s=0.2, quiet_s=quiet_s)
