@@ -257,6 +257,26 @@ def test_g6_a_step_is_not_shrunk_below_the_fraction():
     assert hand.train() == [0, 1, 2, 3]
 
 
+def test_g6_a_step_is_shrunk_as_soon_as_enough_of_an_overdue_group_has_ended():
+    own = settings(
+        steps=1,
+        prompts_per_step=1,
+        group_size=4,
+        max_staleness=0,
+        straggler="shrink",
+        straggler_timeout_s=10.0,
+        min_batch_fraction=0.75,
+    )
+    hand = Hand.of(own)
+    hand.end(0, 0)
+    hand.end(0, 1)
+    hand.wait(12.0)
+    assert hand.training is None, "half of its rollouts have ended"
+    hand.end(0, 2)
+    assert hand.training is not None, "three quarters have"
+    assert hand.training.groups[0].stragglers == 1
+
+
 def test_g6_and_again_after_a_resume():
     own = settings(steps=1, prompts_per_step=2, straggler="shrink", straggler_timeout_s=10.0)
     hand = Hand.of(own)

@@ -87,6 +87,8 @@ class Asynchronous:
         if loop.resume_from is not None:
             state, snapshot = resume_controller(loop.runtime.policy, loop.resume_from, identity)
             groups.keep_only(snapshot.version)
+            if is_reached(state, loop.settings):
+                return state.result(stopped=False, reached=True)
         else:
             groups.keep_only(-1)
         requests = row_requests(loop.prepared)

@@ -187,6 +187,8 @@ class Controller:
             self._failed(play, event.index, event.outcome, event.failure)
         if play.finished:
             self._commit(play)
+        # A step that is short of rollouts may have enough now.
+        self._changed |= play.overdue
 
     def _failed(self, play: Play, index: int, outcome: object, kind: FailureKind) -> None:
         failures = play.fail(index, outcome, kind, self.settings.retry)

@@ -134,7 +134,11 @@ class AsyncTrainer:
         )
         metrics |= staleness_metrics(ordered, version - 1) | counter_metrics(counters)
         self._unlogged = report_of(version, metrics, samples, update)
-        check_skipped(self.state, samples, settings)
+        try:
+            check_skipped(self.state, samples, settings)
+        except LoopError:
+            self.flush()
+            raise
         self._idle_since = time.perf_counter()
 
     def evaluate(self, version: int) -> bool:
