@@ -69,6 +69,16 @@ def distill() -> Callable[..., Run]:
     return run
 
 
+@pytest.fixture(scope="session")
+def single_controller() -> Callable[..., Run]:
+    """As ``grpo``, of the command ``single-controller``."""
+
+    def run(*words: str | Path, directory: Path, expect: int = 0) -> Run:
+        return _run_command("rl_app_single_controller", words, directory, expect)
+
+    return run
+
+
 def _run_grpo(*words: str | Path, directory: Path, expect: int = 0) -> Run:
     return _run_command("rl_app_grpo", words, directory, expect)
 
