@@ -18,6 +18,8 @@ TOGETHER = (
     "tests/image",
     "tests/e2e",
     "tests/acceptance/gym",
+    "tests/faults/controller/test_controller_killed.py",
+    "tests/faults/controller/test_trainer_killed.py",
     "tests/faults/test_driver_signals.py",
     "tests/faults/gym_process",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -94,6 +95,17 @@ class Harness:
         self._lives: list[Life] = []
         # The step that each life went on from.
         self._from: list[int] = []
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that failed must not leave its run behind."""
+        for life in self._lives:
+            life.look()
+            for member in (life.process, *life.family):
+                with contextlib.suppress(psutil.Error, OSError):
+                    member.kill()
 
     @property
     def lines(self) -> list[dict[str, Any]]:

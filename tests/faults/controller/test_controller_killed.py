@@ -24,22 +24,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * N + 600)]
 def test_a_controller_that_is_killed_anywhere_trains_each_row_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    harness = Harness(tmp_path, steps=STEPS_PER_LIFE * N, seed=1)
-    for number in range(N):
-        if number % 2:
-            life = harness.start()
-            harness.until_it_trains(life)
-            time.sleep(harness.random.random() * 0.8)
-            harness.kill(life, "at a random time")
-            continue
-        point = POINTS[(number // 2) % len(POINTS)]
-        life = harness.start(f"{point}@{harness.random.randint(1, 3)}")
-        assert life.wait(START_S) == -signal.SIGKILL, f"{point} did not come:\n{life.said()[-2000:]}"
-        harness.fired[point] += 1
-        harness.buried(life)
-    harness.finish()
-    harness.check(max_staleness=1)
-    assert sum(harness.fired.values()) == N
-    assert set(harness.fired) == {"at a random time", *POINTS}
-    with capsys.disabled():
-        print(f"\n{harness.told()}")
+    with Harness(tmp_path, steps=STEPS_PER_LIFE * N, seed=1) as harness:
+        for number in range(N):
+            if number % 2:
+                life = harness.start()
+                harness.until_it_trains(life)
+                time.sleep(harness.random.random() * 0.8)
+                harness.kill(life, "at a random time")
+                continue
+            point = POINTS[(number // 2) % len(POINTS)]
+            life = harness.start(f"{point}@{harness.random.randint(1, 3)}")
+            assert life.wait(START_S) == -signal.SIGKILL, f"{point} did not come:\n{life.said()[-2000:]}"
+            harness.fired[point] += 1
+            harness.buried(life)
+        harness.finish()
+        harness.check(max_staleness=1)
+        assert sum(harness.fired.values()) == N
+        assert set(harness.fired) == {"at a random time", *POINTS}
+        with capsys.disabled():
+            print(f"\n{harness.told()}")

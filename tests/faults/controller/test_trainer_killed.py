@@ -22,20 +22,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * N + 600)]
 def test_a_trainer_that_is_killed_ends_the_run_by_name_and_nothing_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    harness = Harness(tmp_path, steps=STEPS_PER_LIFE * N, seed=2, words=("async.sampler=ready_first",))
-    for _ in range(N):
-        life = harness.start()
-        harness.until_it_trains(life)
-        time.sleep(harness.random.random() * 0.8)
-        worker = life.worker()
-        assert worker is not None, life.said()
-        worker.kill()
-        harness.fired["trainer"] += 1
-        code = life.wait(END_S)
-        assert code == ExitCode.POLICY, f"exit code {code}:\n{life.said()[-2000:]}"
-        harness.buried(life)
-    harness.finish()
-    harness.check(max_staleness=1)
-    assert harness.fired["trainer"] == N
-    with capsys.disabled():
-        print(f"\n{harness.told()}")
+    with Harness(tmp_path, steps=STEPS_PER_LIFE * N, seed=2, words=("async.sampler=ready_first",)) as harness:
+        for _ in range(N):
+            life = harness.start()
+            harness.until_it_trains(life)
+            time.sleep(harness.random.random() * 0.8)
+            worker = life.worker()
+            assert worker is not None, life.said()
+            worker.kill()
+            harness.fired["trainer"] += 1
+            code = life.wait(END_S)
+            assert code == ExitCode.POLICY, f"exit code {code}:\n{life.said()[-2000:]}"
+            harness.buried(life)
+        harness.finish()
+        harness.check(max_staleness=1)
+        assert harness.fired["trainer"] == N
+        with capsys.disabled():
+            print(f"\n{harness.told()}")

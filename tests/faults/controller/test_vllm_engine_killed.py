@@ -59,23 +59,23 @@ def until_both_serve(harness: Harness, life: Life, restarts: int) -> None:
 def test_g3_a_replica_that_is_killed_is_started_again_and_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    harness = Harness(tmp_path, steps=1_000_000, seed=4, words=WORDS)
-    life = harness.start()
-    harness.until_it_trains(life)
-    for kills in range(N):
-        until_both_serve(harness, life, kills)
-        time.sleep(harness.random.random())
-        victim = harness.random.choice(replicas(life))
-        children = victim.children(recursive=True)
-        # The actor, or the engine's own process below it.
-        target = harness.random.choice([victim, *children[:1]])
-        harness.fired["actor" if target is victim else "engine process"] += 1
-        target.kill()
-    until_both_serve(harness, life, N)
-    life.process.send_signal(signal.SIGTERM)
-    assert life.wait(END_S) == 128 + signal.SIGTERM, life.said()[-3000:]
-    harness.buried(life)
-    harness.check(max_staleness=1, steps=len(harness.history()))
-    assert sum(harness.fired.values()) == N
-    with capsys.disabled():
-        print(f"\n{harness.told()}; {len(harness.history())} steps trained")
+    with Harness(tmp_path, steps=1_000_000, seed=4, words=WORDS) as harness:
+        life = harness.start()
+        harness.until_it_trains(life)
+        for kills in range(N):
+            until_both_serve(harness, life, kills)
+            time.sleep(harness.random.random())
+            victim = harness.random.choice(replicas(life))
+            children = victim.children(recursive=True)
+            # The actor, or the engine's own process below it.
+            target = harness.random.choice([victim, *children[:1]])
+            harness.fired["actor" if target is victim else "engine process"] += 1
+            target.kill()
+        until_both_serve(harness, life, N)
+        life.process.send_signal(signal.SIGTERM)
+        assert life.wait(END_S) == 128 + signal.SIGTERM, life.said()[-3000:]
+        harness.buried(life)
+        harness.check(max_staleness=1, steps=len(harness.history()))
+        assert sum(harness.fired.values()) == N
+        with capsys.disabled():
+            print(f"\n{harness.told()}; {len(harness.history())} steps trained")

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from rl_gym_bridge.supervision.processes import RUN_ID_VARIABLE
 from tests.faults.controller.harness import END_S, START_S, Harness, Life
 
 N = max(int(os.environ.get("RL_FAULTS_N", "2")), 2)
@@ -23,13 +24,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240 * N + 900)]
 
 
 def servers(life: Life, run: Path) -> list[psutil.Process]:
-    """Processes of the Gym of now: they work in its folder."""
+    """Processes of all the run's Gyms that still run: each has inherited its name."""
+    names = {folder.name.removeprefix("gym-") for folder in run.glob("logs/gym*/gym-*")}
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cwd().startswith(f"{run}/logs/gym") and process.status() != psutil.STATUS_ZOMBIE:
+            of_gym = process.environ().get(RUN_ID_VARIABLE) in names
+            if of_gym and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     life.family += found
+    return found
+
+
+def verifiers(life: Life, run: Path) -> list[psutil.Process]:
+    """Those that judge answers."""
+    found: list[psutil.Process] = []
+    for process in servers(life, run):
+        with contextlib.suppress(psutil.Error):
+            if process.cwd().endswith("resources_servers/equivalence_rule"):
+                found.append(process)
     return found
 
 
@@ -49,40 +62,32 @@ def test_a_gym_that_is_killed_is_started_again_and_each_row_is_trained_once(
         *("data.held_out.size=4", "evaluation.every=100", "checkpointing.every=20", "async.gym_restarts=20"),
         *("async.retry_delay_max_s=5", "async.infra_retries=60", "cluster.start_timeout_s=400"),
     )
-    harness = Harness(tmp_path, steps=1_000_000, seed=5, words=words)
-    life = harness.start()
-    harness.until_it_trains(life)
-    for _ in range(N):
-        before = len(harness.lines)
-        time.sleep(harness.random.random() * 2.0)
-        alive = [p for p in servers(life, harness.run) if "resources_servers" in " ".join(_words(p))]
-        assert alive, "no server of Gym was found"
-        harness.random.choice(alive).kill()
-        harness.fired["server of Gym"] += 1
-        deadline = time.monotonic() + START_S
-        said = life.said().count("is started again")
-        # What runs ahead is trained first; then it takes a new Gym.
-        while (
-            life.said().count("is started again") < sum(harness.fired.values())
-            or len(harness.lines) < before + 4
-        ):
-            assert life.process.poll() is None, life.said()[-3000:]
-            assert time.monotonic() < deadline, f"no new step ({said}):\n{life.said()[-3000:]}"
-            time.sleep(0.1)
-    servers(life, harness.run)
-    life.process.send_signal(signal.SIGTERM)
-    assert life.wait(2 * END_S) == 128 + signal.SIGTERM, life.said()[-3000:]
-    harness.buried(life)
-    assert servers(life, harness.run) == []
-    # Gym 0.4 drops the versions of tokens.
-    harness.check(max_staleness=1, steps=len(harness.history()), versions=False)
-    assert harness.fired["server of Gym"] == N
-    with capsys.disabled():
-        print(f"\n{harness.told()}; {len(harness.history())} steps trained")
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return [process.cwd(), *process.cmdline()]
-    except psutil.Error:
-        return []
+    with Harness(tmp_path, steps=1_000_000, seed=5, words=words) as harness:
+        life = harness.start()
+        harness.until_it_trains(life)
+        for _ in range(N):
+            before = len(harness.lines)
+            time.sleep(harness.random.random() * 2.0)
+            alive = verifiers(life, harness.run)
+            assert alive, "no server of Gym was found"
+            harness.random.choice(alive).kill()
+            harness.fired["server of Gym"] += 1
+            deadline = time.monotonic() + START_S
+            # What runs ahead is trained first; then it takes a new Gym.
+            while (
+                life.said().count("is started again") < sum(harness.fired.values())
+                or len(harness.lines) < before + 4
+            ):
+                assert life.process.poll() is None, life.said()[-3000:]
+                assert time.monotonic() < deadline, f"no new step:\n{life.said()[-3000:]}"
+                time.sleep(0.1)
+        servers(life, harness.run)
+        life.process.send_signal(signal.SIGTERM)
+        assert life.wait(2 * END_S) == 128 + signal.SIGTERM, life.said()[-3000:]
+        harness.buried(life)
+        assert servers(life, harness.run) == []
+        # Gym 0.4 drops the versions of tokens.
+        harness.check(max_staleness=1, steps=len(harness.history()), versions=False)
+        assert harness.fired["server of Gym"] == N
+        with capsys.disabled():
+            print(f"\n{harness.told()}; {len(harness.history())} steps trained")
