@@ -22,8 +22,8 @@ SUITES = [
 #: files that every run of the suite takes
 ALWAYS = {"test_engine.py", "test_refit.py", "test_vllm_on_policy.py"}
 TAKES_ALL = os.environ.get("RL_VLLM_TESTS") == "all"
-#: for one file; a single test has pytest's own limit
-DEADLINE_S = 900
+#: for one file; a single test has pytest's own limit. Many repetitions of a fault take more.
+DEADLINE_S = 900 + 60 * int(os.environ.get("RL_FAULTS_N", "0"))
 LAST_LINES = 80
 
 # The environment is installed first where it is missing.
@@ -72,7 +72,7 @@ def test_there_is_something_to_run() -> None:
             file,
             id=file.relative_to(ROOT).as_posix(),
             marks=[
-                *([pytest.mark.faults] if "fault" in file.stem else []),
+                *([pytest.mark.faults] if "fault" in file.relative_to(ROOT).as_posix() else []),
                 *(
                     []
                     if TAKES_ALL or file.name in ALWAYS
