@@ -3,12 +3,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from rl_app_core import cluster
 from rl_app_core.config.sections import Cluster
+from rl_app_core.interrupts import Interrupted
 
 
 @contextlib.contextmanager
@@ -101,3 +103,17 @@ def test_ray_may_be_too_slow_to_start_once(failures, calls, monkeypatch):
             pass
     assert len(begun) == calls
     assert all(arguments["address"] == "local" for arguments in begun)
+
+
+def test_a_sigterm_that_meets_ray_in_its_start_is_an_interrupt_and_no_exit_code_of_rays(monkeypatch):
+    """Ray's handler ends the process with the signal's number for exit code, which here means a stall."""
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+
+    def init(**_):
+        raise SystemExit(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Interrupted) as caught, cluster._connection("here"):
+        raise AssertionError("nothing runs")
+    assert caught.value.signal_number == signal.SIGTERM

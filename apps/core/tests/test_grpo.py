@@ -138,7 +138,7 @@ def test_the_loop_and_the_rewards() -> None:
         (["algorithm.kl_in=reward"], "no effect without kl_coefficient"),
         (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "group_size 1 has none"),
         (["algorithm.objective=gspo"], "belongs with normalization 'sequence'"),
-        (["algorithm.objective=cispo", "algorithm.dual_clip=2"], "no effect with cispo"),
+        (["algorithm.objective=cispo", "algorithm.dual_clip=2"], "no effect with objective=cispo"),
         (["algorithm.objective=on_policy", "algorithm.updates_per_step=2"], "for on-policy"),
         (["rewards.scaling={source_min: 1, source_max: 1}"], "must lie below"),
     ],

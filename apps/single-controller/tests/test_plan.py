@@ -195,7 +195,7 @@ def test_a_sampler_that_cannot_be_used_is_refused_by_its_key(
 
 @pytest.mark.parametrize("check", [check_settings, trainer])
 def test_what_method_and_loop_refuse_is_refused_before_anything_starts(check: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm: updates_per_step 2 .* or use one update"):
+    with pytest.raises(ConfigError, match=r"algorithm: updates_per_step 2 .* or one update"):
         check(config("algorithm.updates_per_step=2", "algorithm.objective=on_policy"))
 
 

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl_generation.vllm.scratch import ROOT
 
 from .config.sections import Cluster
 from .guardian import guarded_children
-from .interrupts import handlers_kept
+from .interrupts import Interrupted, handlers_kept
 
 # A batch of rollouts is a few megabytes; Ray's default takes a third of the machine.
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -110,6 +111,13 @@ def _connection(where: str, **arguments: Any) -> Generator[None]:
                 with handlers_kept():
                     ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **arguments)
                 break
+            except SystemExit as error:
+                # Ray's own handler for SIGTERM, which is there from the midst of its start on.
+                with contextlib.suppress(Exception):
+                    ray.shutdown()
+                if error.code != signal.SIGTERM:
+                    raise
+                raise Interrupted(signal.SIGTERM, "interrupted") from None
             except Exception as error:
                 if last or _TOO_SLOW not in str(error):
                     raise ClusterError(f"no Ray cluster {where}: {error}") from error
