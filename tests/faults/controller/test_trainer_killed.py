@@ -1,6 +1,6 @@
 """A run whose policy's process is killed ends with an exit code of its own, and a resume loses nothing.
 
-RL_FAULTS_N says how often; at least 20 times.
+RL_FAULTS_N says how often; at least 10 times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from rl_app_core.exit_codes import ExitCode
 from tests.faults.controller.harness import END_S, Harness
 
-N = max(int(os.environ.get("RL_FAULTS_N", "20")), 20)
+N = max(int(os.environ.get("RL_FAULTS_N", "10")), 10)
 STEPS_PER_LIFE = 15
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * N + 600)]
 
