@@ -26,7 +26,7 @@ def test_a_controller_that_is_killed_anywhere_trains_each_row_once(
 ) -> None:
     with Harness(tmp_path, steps=STEPS_PER_LIFE * N, seed=1) as harness:
         for number in range(N):
-            if number >= len(POINTS) and (number % 2 or N < 2 * len(POINTS)):
+            if number >= len(POINTS) and (number % 2 or 2 * len(POINTS) > N):
                 life = harness.start()
                 harness.until_it_trains(life)
                 time.sleep(harness.random.random() * 0.8)
