@@ -35,9 +35,20 @@ def terminable() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise Interrupted(number, "interrupted")
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
+    except Exception as error:
+        # Code that calls back from C has turned it into something else.
+        if came:
+            raise Interrupted(came[0], "interrupted") from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -55,10 +66,6 @@ def handlers_kept() -> Generator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number, "interrupted")
 
 
 class StopRequest:
