@@ -111,9 +111,7 @@ class Asynchronous:
             on_step=loop.on_step,
             on_trained=ledger(loop.directory, requests.row),
         )
-        due = snapshot.version in (0, settings.steps) or (
-            settings.evaluate_every > 0 and snapshot.version % settings.evaluate_every == 0
-        )
+        due = settings.evaluates(snapshot.version)
         begin = Begin(
             measured=not due or any(entry.step == snapshot.version for entry in state.held_out),
             saved=loop.resume_from is not None,

@@ -126,9 +126,6 @@ class ReplayBuffer:
         """Whether the position is reserved, ready or trained."""
         return position in self._reserved or position in self._ready or position in self.trained
 
-    def is_reserved(self, position: int) -> bool:
-        return position in self._reserved
-
     def reserve(self, position: int) -> None:
         """Its row is about to be played.
 

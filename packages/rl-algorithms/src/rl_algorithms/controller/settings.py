@@ -125,6 +125,10 @@ class ControllerSettings:
                 f"{self.rollout_timeout_s:g}: a single rollout may take that long"
             )
 
+    def evaluates(self, version: int) -> bool:
+        """Whether the weights of ``version`` are measured."""
+        return version in (0, self.steps) or (self.evaluate_every > 0 and version % self.evaluate_every == 0)
+
     @property
     def rows(self) -> int:
         """Rows of the whole run; no other is ever played, so it trains the same ones however it went."""

@@ -99,7 +99,7 @@ class TrainerWork:
             return
         last = version >= self._settings.steps
         self._todo.append(Publish(version))
-        if last or _due(version, self._settings.evaluate_every):
+        if last or self._settings.evaluates(version):
             self._todo.append(Evaluate(version))
         if last or _due(version, self._settings.checkpoint_every):
             self._todo.append(Save(version))
